@@ -1,0 +1,7 @@
+#include "bind.h"
+
+namespace prefixkv {
+
+void bind_attention(nanobind::module_&) {}
+
+}  // namespace prefixkv

@@ -1,0 +1,7 @@
+#include "bind.h"
+
+namespace prefixkv {
+
+void bind_cache(nanobind::module_&) {}
+
+}  // namespace prefixkv

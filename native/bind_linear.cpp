@@ -1,0 +1,7 @@
+#include "bind.h"
+
+namespace prefixkv {
+
+void bind_linear(nanobind::module_&) {}
+
+}  // namespace prefixkv

@@ -1,0 +1,1 @@
+"""Automatic prefix caching for language-model serving: compute every shared prompt prefix once."""
