@@ -1,6 +1,10 @@
 """Native core of prefixkv."""
 
 from collections.abc import Sequence as _Sequence
+from typing import Annotated
+
+import numpy
+from numpy.typing import NDArray
 
 
 def isa() -> str:
@@ -45,14 +49,14 @@ class Hit:
         """Tokens covered; a multiple of the block size."""
 
     @property
-    def blocks(self) -> list:
+    def blocks(self) -> list[int]:
         """Ids of the blocks that hold them, in order."""
 
 class Grant:
     """What an allocation gave."""
 
     @property
-    def new_blocks(self) -> list:
+    def new_blocks(self) -> list[int]:
         """Ids appended to the table that are not of the hit."""
 
     @property
@@ -63,7 +67,7 @@ class BlockTable:
     """One sequence's logical to physical map; only the manager writes it."""
 
     @property
-    def blocks(self) -> list:
+    def blocks(self) -> list[int]:
         """Block ids in logical order."""
 
     @property
@@ -144,7 +148,7 @@ class BlockManager:
     def block(self, block_id: int) -> Block:
         """State of one block."""
 
-    def free_blocks(self) -> list:
+    def free_blocks(self) -> list[int]:
         """Ids of the free blocks (blank and evictable), in the order of reuse."""
 
     def check(self) -> None:
@@ -162,7 +166,7 @@ class BlockManager:
     @property
     def block_size(self) -> int: ...
 
-def step_arrays(tables: _Sequence[BlockTable], starts: _Sequence[int], stops: _Sequence[int]) -> tuple:
+def step_arrays(seqs: _Sequence[Sequence], tables: _Sequence[BlockTable], starts: _Sequence[int], stops: _Sequence[int]) -> tuple[Annotated[NDArray[numpy.int64], dict(shape=(None,))], Annotated[NDArray[numpy.int64], dict(shape=(None,))], Annotated[NDArray[numpy.int32], dict(shape=(None,))], Annotated[NDArray[numpy.int32], dict(shape=(None,))], Annotated[NDArray[numpy.int32], dict(shape=(None,))], Annotated[NDArray[numpy.int32], dict(shape=(None,))]]:
     """
-    Arrays of one step that computes tokens [start, stop) of each table's sequence: query_start [S+1], num_computed [S], table_start [S+1], block_ids (int32) and positions [T] (int64).
+    Arrays of one step that computes tokens [start, stop) of each of S sequences, T in all: token_ids [T] and positions [T] (int64); query_start [S+1], num_computed [S], table_start [S+1] and block_ids (int32).
     """
