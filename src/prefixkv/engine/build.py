@@ -55,7 +55,7 @@ def build_parts(
         options.model, dtype=options.dtype, device=options.device, pool=pool, progress=progress
     )
     config = loaded.config
-    dtype = loaded.model.dtype
+    dtype = loaded.dtype
     block_bytes = (
         2 * config.num_layers * config.num_kv_heads * config.head_dim * options.block_size
     ) * dtype.itemsize
@@ -177,7 +177,7 @@ def _summary(
     max_model_len: int,
     backend: str,
 ) -> str:
-    dtype = str(loaded.model.dtype).removeprefix("torch.")
+    dtype = str(loaded.dtype).removeprefix("torch.")
     size = num_blocks * block_bytes
     memory = f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
     return (
