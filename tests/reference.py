@@ -142,6 +142,9 @@ class TokenSequence:
         self._size = manager.block_size
         self._cache_salt = cache_salt
         self._lora = lora
+        for start, stop, _ in extra:
+            if not 0 <= start < stop:
+                raise CacheError(f"an extra covers tokens {start} to {stop}")
         self._extra = tuple((start, stop, sha256(b).hexdigest()) for start, stop, b in extra)
         self._tail = b""
         self.hashes: list[bytes] = []  # of the full blocks
@@ -191,6 +194,10 @@ class BlockTable:
         self.blocks: list[int] = []
         self.num_tokens = 0
         self.num_computed_tokens = 0
+
+    def __del__(self) -> None:
+        if self.manager is not None:
+            self.manager.free(self)
 
 
 class ReferenceManager:

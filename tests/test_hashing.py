@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reference import ReferenceManager
 
 from prefixkv.cache import make_cache
 from prefixkv.errors import CacheError
+from reference import ReferenceManager
 
 NATIVE = ["xxh3", "sha256_cbor", "sha256"]
 TWIN = ["fast", "sha256_cbor", "sha256"]
@@ -135,8 +135,8 @@ def changed(position: int) -> list[int]:
 
 
 IMAGE = [(9, 14, b"image")]
-DIFFERENCES: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...], dict[str, Any], int]]
-DIFFERENCES = {  # tokens and namespace of one, of the other, and the first block that differs
+# Tokens and namespace of one, of the other, and the first block that differs.
+DIFFERENCES: dict[str, tuple[Any, ...]] = {
     "first token": (TOKENS, {}, changed(0), {}, 0),
     "last token of a block": (TOKENS, {}, changed(11), {}, 2),
     "first token of a block": (TOKENS, {}, changed(12), {}, 3),

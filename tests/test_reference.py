@@ -11,6 +11,7 @@ from hashlib import blake2b
 
 import cbor2
 import pytest
+
 from reference import ReferenceManager, cbor
 
 BLOCK_SIZE = 16
