@@ -32,7 +32,7 @@ def test_native_and_twin_agree(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("name", TWIN_OF)
 def test_they_agree_in_a_larger_pool(name: str) -> None:
-    """Long chains and many entries, so that the native hash table wraps, shifts and grows."""
+    """Long chains and many entries, so that the native hash table wraps and shifts."""
     setting = Setting(
         num_blocks=150, block_size=1, num_groups=2, vocabulary=3, most_waiting=40, most_new=40
     )
