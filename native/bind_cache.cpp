@@ -48,8 +48,10 @@ struct PyBlock {
   std::optional<std::string> owner;
 };
 
-nb::list to_list(const std::vector<BlockId>& blocks) {
-  nb::list list = nb::steal<nb::list>(PyList_New(static_cast<Py_ssize_t>(blocks.size())));
+using IntList = nb::typed<nb::list, int>;
+
+IntList to_list(const std::vector<BlockId>& blocks) {
+  IntList list = nb::steal<IntList>(PyList_New(static_cast<Py_ssize_t>(blocks.size())));
   for (size_t i = 0; i < blocks.size(); ++i) {
     PyList_SET_ITEM(list.ptr(), static_cast<Py_ssize_t>(i), PyLong_FromLong(blocks[i]));
   }
@@ -57,10 +59,13 @@ nb::list to_list(const std::vector<BlockId>& blocks) {
 }
 
 template <typename T>
-nb::ndarray<nb::numpy, T, nb::ndim<1>> to_array(std::vector<T>&& values) {
+using Array = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
+
+template <typename T>
+Array<T> to_array(std::vector<T>&& values) {
   auto* owned = new std::vector<T>(std::move(values));
   nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-  return nb::ndarray<nb::numpy, T, nb::ndim<1>>(owned->data(), {owned->size()}, owner);
+  return Array<T>(owned->data(), {owned->size()}, owner);
 }
 
 // vLLM's `sha256`: over a pickle of (parent, tokens, extra keys), as this Python pickles it.
@@ -136,20 +141,26 @@ struct PyManager {
   }
 };
 
-// The arrays a paged attention kernel needs for one step, from the tables of its sequences.
-nb::tuple step_arrays(const std::vector<PyTable*>& tables, const std::vector<int64_t>& starts,
-                      const std::vector<int64_t>& stops) {
+using StepArrays = nb::typed<nb::tuple, Array<int64_t>, Array<int64_t>, Array<int32_t>, Array<int32_t>,
+                             Array<int32_t>, Array<int32_t>>;
+
+// What a forward pass with paged attention needs, from the sequences and tables of one step.
+StepArrays step_arrays(const std::vector<PySequence*>& seqs, const std::vector<PyTable*>& tables,
+                       const std::vector<int64_t>& starts, const std::vector<int64_t>& stops) {
   const size_t count = tables.size();
-  if (starts.size() != count || stops.size() != count) {
-    throw CacheError("step_arrays needs as many starts and stops as tables");
+  if (seqs.size() != count || starts.size() != count || stops.size() != count) {
+    throw CacheError("step_arrays needs as many sequences, starts and stops as tables");
   }
   std::vector<int32_t> query_start(count + 1), num_computed(count), table_start(count + 1), blocks;
-  std::vector<int64_t> positions;
+  std::vector<int64_t> token_ids, positions;
   for (size_t i = 0; i < count; ++i) {
     const BlockTable& table = *tables[i]->table;
-    if (starts[i] < 0 || stops[i] <= starts[i] || stops[i] > table.num_tokens) {
+    const Sequence& seq = *seqs[i]->seq;
+    if (starts[i] < 0 || stops[i] <= starts[i] || stops[i] > table.num_tokens ||
+        stops[i] > seq.num_tokens()) {
       throw CacheError("a step computes tokens " + std::to_string(starts[i]) + " to " +
-                       std::to_string(stops[i]) + " of a table with room for " +
+                       std::to_string(stops[i]) + " of a sequence of " +
+                       std::to_string(seq.num_tokens()) + " in a table with room for " +
                        std::to_string(table.num_tokens));
     }
     const int64_t block_size = tables[i]->manager->hasher()->block_size();
@@ -158,11 +169,12 @@ nb::tuple step_arrays(const std::vector<PyTable*>& tables, const std::vector<int
     num_computed[i] = static_cast<int32_t>(starts[i]);
     blocks.insert(blocks.end(), table.blocks.begin(), table.blocks.begin() + needed);
     table_start[i + 1] = static_cast<int32_t>(blocks.size());
+    token_ids.insert(token_ids.end(), seq.tokens() + starts[i], seq.tokens() + stops[i]);
     for (int64_t position = starts[i]; position < stops[i]; ++position) positions.push_back(position);
   }
-  return nb::make_tuple(to_array(std::move(query_start)), to_array(std::move(num_computed)),
-                        to_array(std::move(table_start)), to_array(std::move(blocks)),
-                        to_array(std::move(positions)));
+  return StepArrays(nb::make_tuple(to_array(std::move(token_ids)), to_array(std::move(positions)),
+                                   to_array(std::move(query_start)), to_array(std::move(num_computed)),
+                                   to_array(std::move(table_start)), to_array(std::move(blocks))));
 }
 
 void translate(const std::exception_ptr& thrown, void*) {
@@ -278,9 +290,10 @@ void bind_cache(nb::module_& m) {
                    "Blocks that no table holds: blank and evictable.")
       .def_prop_ro("block_size", [](const PyManager& self) { return self.manager->hasher()->block_size(); });
 
-  m.def("step_arrays", &step_arrays, "tables"_a, "starts"_a, "stops"_a,
-        "Arrays of one step that computes tokens [start, stop) of each table's sequence: query_start "
-        "[S+1], num_computed [S], table_start [S+1], block_ids (int32) and positions [T] (int64).");
+  m.def("step_arrays", &step_arrays, "seqs"_a, "tables"_a, "starts"_a, "stops"_a,
+        "Arrays of one step that computes tokens [start, stop) of each of S sequences, T in all: "
+        "token_ids [T] and positions [T] (int64); query_start [S+1], num_computed [S], "
+        "table_start [S+1] and block_ids (int32).");
 }
 
 }  // namespace prefixkv
