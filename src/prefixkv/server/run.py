@@ -6,6 +6,7 @@ import asyncio
 import signal
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 
 import uvicorn
@@ -15,23 +16,54 @@ from prefixkv.errors import ConfigError
 from prefixkv.server.app import create_app
 from prefixkv.server.settings import ServerOptions
 
+# Seconds for the last words to clients after what was left is aborted.
+_MARGIN = 5
+
 
 class Server(uvicorn.Server):
-    """Ends well on SIGTERM, as KeyboardInterrupt on SIGINT; calls ``on_ready`` once it listens."""
+    """Serves one engine. SIGTERM ends it well, SIGINT raises KeyboardInterrupt at its end.
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+    What runs gets ``shutdown_timeout`` seconds then, or until a second SIGINT; what is left is
+    aborted by the engine, so that clients are told. ``on_ready`` is called once it listens.
+    """
+
+    def __init__(
+        self, engine: AsyncEngine, options: ServerOptions, on_ready: Callable[[], None]
+    ) -> None:
+        config = uvicorn.Config(
+            create_app(engine, options),
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=options.shutdown_timeout + _MARGIN,
+        )
         super().__init__(config)
+        self._engine = engine
+        self._timeout = options.shutdown_timeout
         self._on_ready = on_ready
+        self._hurry = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if sig == signal.SIGTERM:
+        if self.should_exit:
+            self._hurry.set()
+        elif sig == signal.SIGTERM:
             self.should_exit = True
         else:
             super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.create_task(self._abort_late())
+        await super().shutdown(sockets)
+        ending.cancel()
+
+    async def _abort_late(self) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._hurry.wait(), self._timeout)
+        await self._engine.stop()
 
 
 def bind(options: ServerOptions) -> socket.socket:
@@ -73,16 +105,7 @@ def serve(
 ) -> None:
     """Serve on a bound socket until SIGTERM or SIGINT.
 
-    What runs then gets ``shutdown_timeout`` seconds to end; a second SIGINT ends it at once.
-
     Raises:
         KeyboardInterrupt: it ended by SIGINT.
     """
-    config = uvicorn.Config(
-        create_app(engine, options),
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=options.shutdown_timeout,
-    )
-    asyncio.run(Server(config, on_ready).serve(sockets=[sock]))
+    asyncio.run(Server(engine, options, on_ready).serve(sockets=[sock]))
