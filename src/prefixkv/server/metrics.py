@@ -17,7 +17,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from prefixkv.engine.async_engine import AsyncEngine
-from prefixkv.engine.stats import EngineStats
+from prefixkv.engine.engine import EngineStats
 from prefixkv.request import RequestOutput
 
 OWN, ALIAS = "prefixkv:", "vllm:"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from prefixkv.errors import RequestError
 from prefixkv.model.tokenizer import Tokenizer
@@ -15,60 +15,59 @@ MAX_PROMPTS = 1024
 # About a millisecond of tokenising: shorter texts cost less than handing them to a thread.
 _THREAD_CHARS = 4096
 
+T = TypeVar("T")
+
 
 async def completion_prompts(tokenizer: Tokenizer, prompt: Any) -> list[list[int]]:
     """The prompts of ``/v1/completions``: a string, strings, token ids or lists of token ids.
+
+    The ids themselves are checked by the engine.
 
     Raises:
         RequestError: it is none of these, or empty, or more than 1024 prompts.
     """
     prompts = _as_list(prompt)
-    if len(prompts) > MAX_PROMPTS:
-        raise RequestError(
-            f"prompt holds {len(prompts)} prompts; at most {MAX_PROMPTS} are allowed",
-            param="prompt",
-        )
-    return [await _token_ids(tokenizer, item) for item in prompts]
-
-
-async def chat_prompt(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> list[int]:
-    """The token ids of a conversation, ready for the assistant's next turn."""
-    size = sum(len(message["content"]) for message in messages)
-    return await _maybe_in_thread(
-        size, lambda: tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    size = sum(len(item) for item in prompts if isinstance(item, str))
+    return await _in_thread_if_long(
+        size,
+        lambda: [tokenizer.encode(item) if isinstance(item, str) else item for item in prompts],
     )
 
 
-def _as_list(prompt: Any) -> list[Any]:
-    if isinstance(prompt, str):
-        return [prompt]
-    if not isinstance(prompt, list):
-        raise RequestError(
-            f"prompt is {shown(prompt)}; it must be a string, token ids, or a list of either",
-            param="prompt",
-        )
-    if not prompt:
+async def chat_prompt(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> list[int]:
+    """The token ids of a conversation, ready for the assistant's next turn.
+
+    Raises:
+        RequestError: the model has no chat template, or its template refuses the messages.
+    """
+    size = sum(len(message["content"]) for message in messages)
+    return await _in_thread_if_long(size, lambda: tokenizer.apply_chat_template(messages))
+
+
+def _as_list(prompt: Any) -> list[str | list[int]]:
+    if prompt == []:
         raise RequestError("prompt is empty; send a text or a token id at least", param="prompt")
-    return prompt if isinstance(prompt[0], str | list) else [prompt]
-
-
-async def _token_ids(tokenizer: Tokenizer, prompt: Any) -> list[int]:
-    if isinstance(prompt, str):
-        return await _maybe_in_thread(len(prompt), lambda: tokenizer.encode(prompt))
+    if isinstance(prompt, str) or (isinstance(prompt, list) and isinstance(prompt[0], int)):
+        prompt = [prompt]
     if not isinstance(prompt, list):
+        raise _wrong_kind("is", prompt)
+    for item in prompt:
+        if not isinstance(item, str | list):
+            raise _wrong_kind("holds", item)
+    if len(prompt) > MAX_PROMPTS:
         raise RequestError(
-            f"prompt holds {shown(prompt)}; it must be a string, token ids, or a list of either",
+            f"prompt holds {len(prompt)} prompts; at most {MAX_PROMPTS} are allowed",
             param="prompt",
         )
-    for token in prompt:
-        if type(token) is not int or not 0 <= token < tokenizer.vocab_size:
-            raise RequestError(
-                f"prompt holds {shown(token)}; a token id of this model is a whole number "
-                f"from 0 to {tokenizer.vocab_size - 1}",
-                param="prompt",
-            )
     return prompt
 
 
-async def _maybe_in_thread(size: int, encode: Callable[[], list[int]]) -> list[int]:
+def _wrong_kind(verb: str, value: Any) -> RequestError:
+    return RequestError(
+        f"prompt {verb} {shown(value)}; it must be a string, token ids, or a list of either",
+        param="prompt",
+    )
+
+
+async def _in_thread_if_long(size: int, encode: Callable[[], T]) -> T:
     return await asyncio.to_thread(encode) if size > _THREAD_CHARS else encode()
