@@ -96,7 +96,6 @@ class SchedulerConfig:
     """What the scheduler needs, resolved: no field depends on the machine any more."""
 
     block_size: int
-    num_blocks: int
     max_model_len: int
     max_num_seqs: int = 256
     token_budget: int = 512
