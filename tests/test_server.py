@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from live_server import BLOCK_SIZE, LiveServer, eventually, running
 from openai import AsyncOpenAI
 from tiny_model import write_tiny_model
 
+from live_server import BLOCK_SIZE, LiveServer, eventually, running
 from prefixkv import __version__
 
 TEXT = "The quick brown fox jumps over the lazy dog while the cat sleeps in the warm sun. "

@@ -9,8 +9,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from live_server import MAX_MODEL_LEN, LiveServer, running
 from tiny_model import write_tiny_model
+
+from live_server import MAX_MODEL_LEN, LiveServer, running
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 JSON = {"Content-Type": "application/json"}
