@@ -12,9 +12,9 @@ from prefixkv.model.config import ModelConfig, RopeConfig
 
 
 def rope_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every position, float32 [max_positions, head_dim / 2] each."""
+    """Cosines and sines of every position, float32 [max_position_embeddings, head_dim / 2] each."""
     frequencies, scale = _frequencies(config.rope, config.head_dim)
-    positions = torch.arange(config.max_positions, dtype=torch.float32)
+    positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
     angles = positions[:, None] * frequencies
     return angles.cos() * scale, angles.sin() * scale
 
