@@ -14,7 +14,7 @@ from openai import AsyncOpenAI
 from tiny_model import write_tiny_model
 
 from live_server import BLOCK_SIZE, LiveServer, eventually, running
-from prefixkv import __version__
+from prefixkv import SamplingParams, __version__
 
 TEXT = "The quick brown fox jumps over the lazy dog while the cat sleeps in the warm sun. "
 LONG = 900  # tokens: an answer that is still running when its client has long gone
@@ -305,7 +305,8 @@ class TestManyAtOnce:
             "/v1/completions",
             json={"prompt": text, "max_tokens": LONG, "ignore_eos": True, "stream": True},
         ) as answer:
-            next(answer.iter_lines())
+            lines = answer.iter_lines()
+            next(lines)
             assert server.http.get("/health").status_code == 200
             assert server.engine.stats().num_running == 1
 
@@ -318,7 +319,8 @@ class TestHangingUp:
             "/v1/completions",
             json={"prompt": text, "max_tokens": LONG, "ignore_eos": True, "stream": True},
         ) as answer:
-            next(answer.iter_lines())
+            lines = answer.iter_lines()
+            next(lines)
         assert server.idle_blocks == before
         assert server.engine.stats().generation_tokens - made < LONG
 
@@ -449,8 +451,6 @@ def _greedy_ids(server: LiveServer, text: str, count: int) -> list[int]:
     """The greedy tokens after a prompt, read off the engine's own answer to its token ids."""
 
     async def collect() -> list[int]:
-        from prefixkv import SamplingParams
-
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
         ids: list[int] = []
         async for piece in server.engine.generate(server.engine.tokenizer.encode(text), params):
