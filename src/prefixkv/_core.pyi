@@ -1,6 +1,7 @@
 """Native core of prefixkv."""
 
 from collections.abc import Sequence as _Sequence
+import enum
 from typing import Annotated
 
 import numpy
@@ -170,3 +171,63 @@ def step_arrays(seqs: _Sequence[Sequence], tables: _Sequence[BlockTable], starts
     """
     Arrays of one step that computes tokens [start, stop) of each of S sequences, T in all: token_ids [T] and positions [T] (int64); query_start [S+1], num_computed [S], table_start [S+1] and block_ids (int32).
     """
+
+class WeightType(enum.Enum):
+    """Element type of a source weight."""
+
+    float32 = 0
+
+    bfloat16 = 1
+
+    float16 = 2
+
+class Scratch:
+    """Memory that kernels reuse from call to call; grows as needed."""
+
+    def __init__(self) -> None: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+class PackedLinear:
+    """A weight [n, k] packed for the CPU kernels."""
+
+    def __init__(self, n: int, k: int, bfloat16: bool, bias: bool, scratch: Scratch, pool: ThreadPool) -> None: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def pack(self, first: int, rows: int, source: int, stride: int, type: WeightType) -> None:
+        """Fills rows [first, first + rows)."""
+
+    def set_bias(self, first: int, rows: int, source: int) -> None: ...
+
+    def multiply(self, x: int, x_stride: int, rows: int, y: int) -> None: ...
+
+    def read_rows(self, ids: int, count: int, out: int) -> None: ...
+
+def rms_norm(x: int, count: int, inner: int, stride: int, inner_stride: int, k: int, weight: int, eps: float, out: int, pool: ThreadPool) -> None: ...
+
+def add_rms_norm(x: int, x_stride: int, residual: int, residual_stride: int, count: int, k: int, weight: int, eps: float, out: int, pool: ThreadPool) -> None: ...
+
+def rope(q: int, q_heads: int, q_stride: int, q_head_stride: int, k: int, k_heads: int, k_stride: int, k_head_stride: int, count: int, cos: int, sin: int, max_positions: int, half: int, positions: int, pool: ThreadPool) -> None: ...
+
+def silu_mul(gate_up: int, stride: int, count: int, k: int, out: int, pool: ThreadPool) -> None: ...
+
+def check_layout(query_start: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], num_computed: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], table_start: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], block_ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], num_blocks: int, block_size: int) -> None:
+    """Raises ValueError that names the first fault of a step's layout."""
+
+class PagedAttention:
+    """Attention over blocks of K/V on the CPU; see prefixkv.model.attention."""
+
+    def __init__(self, pool: ThreadPool, num_heads: int, num_kv_heads: int, head_dim: int, num_blocks: int, block_size: int, bfloat16: bool, scale: float) -> None: ...
+
+    def begin(self, query_start: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], num_computed: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], table_start: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], block_ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None:
+        """
+        Plans a step. Raises ValueError that names the first fault of the layout.
+        """
+
+    def run(self, k_cache: int, v_cache: int, q: int, q_stride: int, k: int, k_stride: int, v: int, v_stride: int, out: int) -> None:
+        """
+        One layer of the planned step. Addresses; strides in elements from row to row.
+        """
