@@ -42,7 +42,10 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Sizes and switches of the forward pass; ``max_position_embeddings`` is the context length in tokens."""
+    """Sizes and switches of the forward pass.
+
+    ``max_position_embeddings`` is the context length in tokens, stretched by yarn if the model is.
+    """
 
     architecture: str
     vocab_size: int
@@ -90,7 +93,7 @@ def parse_config(config: Mapping[str, Any], where: str) -> ModelConfig:
     max_position_embeddings = _positive_int(
         config, "max_position_embeddings", where, default=_MAX_POSITIONS[architecture]
     )
-    rope = _parse_rope(config, max_position_embeddings, where)
+    rope = _parse_rope(config, head_dim, max_position_embeddings, where)
     if rope.kind == "yarn":
         stretched = int(rope.original_max_positions * rope.factor)
         max_position_embeddings = max(max_position_embeddings, stretched)
@@ -156,7 +159,9 @@ def _active_window(config: Mapping[str, Any], architecture: str) -> str | None:
     return f"sliding_window = {window} is below max_position_embeddings = {limit}"
 
 
-def _parse_rope(config: Mapping[str, Any], max_position_embeddings: int, where: str) -> RopeConfig:
+def _parse_rope(
+    config: Mapping[str, Any], head_dim: int, max_position_embeddings: int, where: str
+) -> RopeConfig:
     """``rope_theta`` beside ``rope_scaling``, or, newer, all of it in ``rope_parameters``."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
@@ -171,7 +176,7 @@ def _parse_rope(config: Mapping[str, Any], max_position_embeddings: int, where: 
     if kind == "default":
         return RopeConfig(theta)
     if kind == "divisors":
-        return RopeConfig(theta, kind, divisors=tuple(rope["divisors"]))
+        return RopeConfig(theta, kind, divisors=_divisors(rope, head_dim, where))
     factor = _positive_float(rope, "factor", where)
     if kind == "linear":
         return RopeConfig(theta, kind, factor)
@@ -199,6 +204,16 @@ def _parse_rope(config: Mapping[str, Any], max_position_embeddings: int, where: 
         mscale_all_dim=rope.get("mscale_all_dim"),
         truncate=bool(rope.get("truncate", True)),
     )
+
+
+def _divisors(rope: Mapping[str, Any], head_dim: int, where: str) -> tuple[float, ...]:
+    divisors = rope.get("divisors") or ()
+    if len(divisors) != head_dim // 2:
+        raise ModelError(
+            f"{where}: {len(divisors)} rope divisors for a head of {head_dim}; "
+            f"expected {head_dim // 2}"
+        )
+    return tuple(divisors)
 
 
 def _positive_int(
