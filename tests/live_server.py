@@ -70,7 +70,7 @@ class LiveServer:
 
 
 @contextmanager
-def running(model: Path, **options: Any) -> Iterator[LiveServer]:
+def running(model: Path | None, **options: Any) -> Iterator[LiveServer]:
     """Serve a model on a free port of 127.0.0.1 until the block ends."""
     defaults: dict[str, Any] = {
         "block_size": BLOCK_SIZE,

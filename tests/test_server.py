@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
-from tiny_model import write_tiny_model
 
 from live_server import BLOCK_SIZE, LiveServer, eventually, running
 from prefixkv import SamplingParams, __version__
+from tiny_model import write_tiny_model
 
 TEXT = "The quick brown fox jumps over the lazy dog while the cat sleeps in the warm sun. "
 LONG = 900  # tokens: an answer that is still running when its client has long gone
@@ -416,6 +416,27 @@ class TestAround:
     def test_an_id_that_is_no_token_is_replaced(self, server: LiveServer) -> None:
         answer = server.http.get("/health", headers={"X-Request-Id": "a b"})
         assert answer.headers["x-request-id"].startswith("req_")
+
+
+@pytest.mark.model
+def test_the_default_model_answers_sensibly() -> None:
+    messages = user("What is the capital of France? Answer in one sentence.")
+    with running(None) as live:
+        fields: dict[str, Any] = {"model": live.model, "messages": messages, "temperature": 0}
+        answer = live.openai.chat.completions.create(**fields, max_tokens=30)
+        stream = live.openai.chat.completions.create(
+            **fields, max_tokens=30, stream=True, stream_options={"include_usage": True}
+        )
+        *pieces, last = stream
+    text = "".join(piece.choices[0].delta.content or "" for piece in pieces)
+    assert "Paris" in text
+    assert text == answer.choices[0].message.content
+    assert answer.choices[0].finish_reason == "stop"
+    assert last.usage is not None
+    assert last.usage.prompt_tokens_details is not None
+    assert last.usage.prompt_tokens_details.cached_tokens == (
+        shared_tokens(last.usage.prompt_tokens)
+    )
 
 
 def test_a_stopped_engine_is_told(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from tiny_model import write_tiny_model
 
 from live_server import MAX_MODEL_LEN, LiveServer, running
+from tiny_model import write_tiny_model
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 JSON = {"Content-Type": "application/json"}
@@ -186,6 +186,14 @@ class TestPrompts:
     def test_a_prompt_longer_than_the_context_is_no_stream(self, server: LiveServer) -> None:
         answer = server.post(PLAIN, prompt=[5] * (MAX_MODEL_LEN + 1), stream=True)
         assert error_of(answer, 400)["code"] == "context_length_exceeded"
+
+    def test_a_text_that_no_tokens_could_make_fit(self, server: LiveServer) -> None:
+        text = "x" * 500_000
+        for answer in (
+            server.post(PLAIN, prompt=text),
+            server.post(CHAT, messages=[{"role": "user", "content": text}]),
+        ):
+            assert "characters" in error_of(answer, 400)["message"]
 
     def test_one_bad_prompt_of_several_fails_them_all(self, server: LiveServer) -> None:
         answer = server.post(PLAIN, prompt=[[5, 6], [10**9]], max_tokens=500, ignore_eos=True)

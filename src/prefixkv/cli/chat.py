@@ -65,7 +65,7 @@ class Chat:
         self._note(counts(output))
 
     def _note(self, text: str) -> None:
-        self._notes.print(text, style="dim", markup=False, highlight=False)
+        self._notes.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
 def _read() -> str | None:

@@ -1,4 +1,4 @@
-"""Prompts as token ids: text is tokenised, in a thread when it is long."""
+"""Prompts as token ids: text is tokenised, in a thread when it is long, unless it cannot fit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from prefixkv.errors import RequestError
+from prefixkv.errors import ContextLengthError, RequestError
 from prefixkv.model.tokenizer import Tokenizer
 from prefixkv.server.errors import shown
 
@@ -18,30 +18,52 @@ _THREAD_CHARS = 4096
 T = TypeVar("T")
 
 
-async def completion_prompts(tokenizer: Tokenizer, prompt: Any) -> list[list[int]]:
-    """The prompts of ``/v1/completions``: a string, strings, token ids or lists of token ids.
+class Prompts:
+    """Makes prompts for one model. Thread-safe, immutable."""
 
-    The ids themselves are checked by the engine.
+    def __init__(self, tokenizer: Tokenizer, max_model_len: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        tokens = (tokenizer.token(index) for index in range(tokenizer.vocab_size))
+        # A vocabulary entry is at least as long as the text that it stands for.
+        self._max_chars = max_model_len * max(len(token or "") for token in tokens)
 
-    Raises:
-        RequestError: it is none of these, or empty, or more than 1024 prompts.
-    """
-    prompts = _as_list(prompt)
-    size = sum(len(item) for item in prompts if isinstance(item, str))
-    return await _in_thread_if_long(
-        size,
-        lambda: [tokenizer.encode(item) if isinstance(item, str) else item for item in prompts],
-    )
+    async def completion(self, prompt: Any) -> list[list[int]]:
+        """The prompts of ``/v1/completions``: a string, strings, token ids or lists of token ids.
 
+        The ids themselves are checked by the engine.
 
-async def chat_prompt(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> list[int]:
-    """The token ids of a conversation, ready for the assistant's next turn.
+        Raises:
+            RequestError: it is none of these, or empty, or more than 1024 prompts.
+            ContextLengthError: a text is so long that no tokens could make it fit.
+        """
+        prompts = _as_list(prompt)
+        size = sum(len(item) for item in prompts if isinstance(item, str))
+        return await _in_thread_if_long(
+            size,
+            lambda: [self._encode(item) if isinstance(item, str) else item for item in prompts],
+        )
 
-    Raises:
-        RequestError: the model has no chat template, or its template refuses the messages.
-    """
-    size = sum(len(message["content"]) for message in messages)
-    return await _in_thread_if_long(size, lambda: tokenizer.apply_chat_template(messages))
+    async def chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """The token ids of a conversation, ready for the assistant's next turn.
+
+        Raises:
+            RequestError: the model has no chat template, or its template refuses the messages.
+            ContextLengthError: its text is so long that no tokens could make it fit.
+        """
+        size = sum(len(message["content"]) for message in messages)
+        return await _in_thread_if_long(
+            size,
+            lambda: self._encode(self._tokenizer.render_chat(messages), add_special_tokens=False),
+        )
+
+    def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        if len(text) > self._max_chars:
+            raise ContextLengthError(
+                f"the prompt has {len(text)} characters; more than {self._max_chars} cannot be "
+                f"the {self._max_model_len} tokens that fit here"
+            )
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
 def _as_list(prompt: Any) -> list[str | list[int]]:

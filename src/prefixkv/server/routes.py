@@ -17,7 +17,6 @@ from prefixkv.server.errors import error_body
 from prefixkv.server.generation import Job, collected, while_connected
 from prefixkv.server.messages import chat_messages
 from prefixkv.server.metrics import registry
-from prefixkv.server.prompts import chat_prompt, completion_prompts
 from prefixkv.server.protocol import ChatRequest, CompletionBase, CompletionRequest, parse_body
 from prefixkv.server.serving import Serving
 from prefixkv.server.shapes import ChatShape, CompletionShape, Shape, envelope, usage
@@ -32,8 +31,7 @@ async def chat_completions(request: Request) -> Response:
     serving = _serving(request)
     body = parse_body(await read_body(request, serving.max_body_size), ChatRequest)
     model, params = serving.model(body.model), body.params()
-    messages = chat_messages(body.messages)
-    prompt = await chat_prompt(serving.engine.tokenizer, messages)
+    prompt = await serving.prompts.chat(chat_messages(body.messages))
     job = _job("chatcmpl", body, model, [prompt], params)
     return await _answer(serving, request, job, ChatShape(serving.token_text))
 
@@ -44,7 +42,7 @@ async def completions(request: Request) -> Response:
     serving = _serving(request)
     body = parse_body(await read_body(request, serving.max_body_size), CompletionRequest)
     model, params = serving.model(body.model), body.params()
-    prompts = await completion_prompts(serving.engine.tokenizer, body.prompt)
+    prompts = await serving.prompts.completion(body.prompt)
     job = _job("cmpl", body, model, prompts, params)
     return await _answer(serving, request, job, CompletionShape(serving.token_text))
 

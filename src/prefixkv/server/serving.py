@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from prefixkv.engine.async_engine import AsyncEngine
+from prefixkv.model.tokenizer import Tokenizer
 from prefixkv.server.errors import HTTPError
 from prefixkv.server.metrics import Latencies
+from prefixkv.server.prompts import Prompts
 from prefixkv.server.settings import MIB, ServerOptions
 
 CACHED_TOKEN_TEXTS = 1 << 16
@@ -16,8 +18,8 @@ CACHED_TOKEN_TEXTS = 1 << 16
 class TokenTexts:
     """The text of single tokens, special ones included, as logprobs show them."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
-        decode = engine.tokenizer.decode
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        decode = tokenizer.decode
         self._text = lru_cache(CACHED_TOKEN_TEXTS)(
             lambda token: decode([token], skip_special_tokens=False)
         )
@@ -34,13 +36,21 @@ class Serving:
     model_names: tuple[str, ...]
     max_body_size: int
     created: int
+    prompts: Prompts
     token_text: TokenTexts
     latencies: Latencies = field(default_factory=Latencies)
 
     @classmethod
     def of(cls, engine: AsyncEngine, options: ServerOptions, created: int) -> Serving:
         names = options.served_model_name or (engine.model_name,)
-        return cls(engine, names, options.max_body_size * MIB, created, TokenTexts(engine))
+        return cls(
+            engine,
+            names,
+            options.max_body_size * MIB,
+            created,
+            Prompts(engine.tokenizer, engine.max_model_len),
+            TokenTexts(engine.tokenizer),
+        )
 
     def model(self, name: str | None) -> str:
         """The name to answer with; requests that name no model mean the one that is served.
