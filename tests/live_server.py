@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,9 @@ from prefixkv.server.settings import ServerOptions
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 1024
 DEADLINE = 60.0
+LONG = 900  # tokens: an answer that still runs when its client has long gone
+
+SENTENCE = "The quick brown fox jumps over the lazy dog while the cat sleeps in the warm sun. "
 
 
 def eventually(condition: Callable[[], bool]) -> None:
@@ -29,6 +33,16 @@ def eventually(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end, "the condition did not come true"
         time.sleep(0.005)
+
+
+def text_of(test: str) -> str:
+    """A prompt of several blocks for one test: no other test's shares its first block."""
+    return f"{hashlib.sha256(test.encode()).hexdigest()[:16]} {SENTENCE * 3}"
+
+
+def shared_tokens(num_prompt_tokens: int) -> int:
+    """What a second, equal prompt finds: full blocks, never the last token."""
+    return (num_prompt_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 
 class LiveServer:
