@@ -20,9 +20,9 @@ from prefixkv.server.run import Server, bind, url
 from prefixkv.server.settings import ServerOptions
 
 BLOCK_SIZE = 16
-MAX_MODEL_LEN = 1024
+MAX_MODEL_LEN = 2048
 DEADLINE = 60.0
-LONG = 900  # tokens: an answer that still runs when its client has long gone
+LONG = 1500  # tokens: an answer that still runs when its client has long gone
 
 SENTENCE = "The quick brown fox jumps over the lazy dog while the cat sleeps in the warm sun. "
 
@@ -88,7 +88,7 @@ def running(model: Path | None, **options: Any) -> Iterator[LiveServer]:
     """Serve a model on a free port of 127.0.0.1 until the block ends."""
     defaults: dict[str, Any] = {
         "block_size": BLOCK_SIZE,
-        "num_blocks": 128,
+        "num_blocks": 256,
         "max_model_len": MAX_MODEL_LEN,
         "dtype": "float32",
         "threads": 1,

@@ -153,7 +153,7 @@ class TestCompletions:
         assert answer["choices"][0]["finish_reason"] == "length"
 
     def test_a_long_prompt_is_tokenised_all_the_same(self, server: LiveServer) -> None:
-        prompt = "a b c d e f g h i j k l m n o p q r s t u v w x y z " * 100
+        prompt = "a b c d e f g h i j k l m n o p q r s t u v w x y z " * 200
         answer = server.post("/v1/completions", prompt=prompt, max_tokens=1).json()
         assert answer["error"]["code"] == "context_length_exceeded"
         assert str(len(server.engine.tokenizer.encode(prompt))) in answer["error"]["message"]
