@@ -1,8 +1,8 @@
 """A hit never changes an answer: every token is chosen from the same logits, to the bit.
 
-The reference is each prompt alone, whole in one step, without a cache. All else must equal it: the
-cache on and off, any chunk size and block size, any company, after preemption and eviction, arrivals
-in the middle of others.
+The reference is each prompt alone, whole in one step, without a cache. All else must equal it:
+the cache on and off, any chunk size and block size, any company, after preemption and eviction,
+arrivals in the middle of others.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from harness import Answer, Ask, Bench, same_bits
 from tiny_model import write_tiny_model
+
+from harness import Answer, Ask, Bench, same_bits
 
 DTYPES = ("float32", "bfloat16")
 BLOCK_SIZES = (1, 4, 16, 64)
@@ -27,7 +28,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_prompts() -> list[list[int]]:
-    """Prompts that share a document, share half of it, share nothing; short and long, some equal."""
+    """Prompts that share a document, half of it, or nothing; short and long, some equal."""
     rng = random.Random(7)
 
     def tokens(count: int) -> list[int]:

@@ -1,5 +1,7 @@
 """The forward pass against `transformers` in float32, on small random models."""
 
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,35 +17,55 @@ from tiny_model import random_tokens, write_tiny_gguf, write_tiny_model
 BLOCK_SIZE = 16
 
 
-def logits_of(loaded: LoadedModel, tokens: list[int], chunk: int | None = None) -> torch.Tensor:
-    """Teacher-forced logits of every token, computed ``chunk`` tokens at a time."""
-    config, count = loaded.config, len(tokens)
-    num_blocks = -(-count // BLOCK_SIZE)
-    attention = PagedAttention(
-        num_layers=config.num_layers,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        num_blocks=num_blocks,
-        block_size=BLOCK_SIZE,
-        dtype=torch.float32,
-        backend="torch",
-    )
-    parts = []
-    for start in range(0, count, chunk or count):
-        stop = min(count, start + (chunk or count))
-        attention.begin(
+class Sequence:
+    """One sequence and its K/V, with a block table of its own."""
+
+    def __init__(self, loaded: LoadedModel, max_tokens: int) -> None:
+        config = loaded.config
+        self.model = loaded.model
+        self.num_computed = 0
+        self.num_blocks = -(-max_tokens // BLOCK_SIZE)
+        self.attention = PagedAttention(
+            num_layers=config.num_layers,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            num_blocks=self.num_blocks,
+            block_size=BLOCK_SIZE,
+            dtype=torch.float32,
+            backend="torch",
+        )
+
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        """Appends tokens; the logits after each of them."""
+        rows = torch.arange(len(tokens))
+        self.attention.begin(
             StepLayout(
-                query_start=np.array([0, stop - start], dtype=np.int32),
-                num_computed=np.array([start], dtype=np.int32),
-                table_start=np.array([0, num_blocks], dtype=np.int32),
-                block_ids=np.arange(num_blocks, dtype=np.int32),
+                query_start=np.array([0, len(tokens)], dtype=np.int32),
+                num_computed=np.array([self.num_computed], dtype=np.int32),
+                table_start=np.array([0, self.num_blocks], dtype=np.int32),
+                block_ids=np.arange(self.num_blocks, dtype=np.int32),
             )
         )
-        rows = torch.arange(stop - start)
-        ids = torch.tensor(tokens[start:stop])
-        parts.append(loaded.model.forward(ids, rows + start, attention, rows))
-    return torch.cat(parts)
+        positions = rows + self.num_computed
+        self.num_computed += len(tokens)
+        return self.model.forward(torch.tensor(tokens), positions, self.attention, rows)
+
+
+def logits_of(loaded: LoadedModel, tokens: list[int], chunk: int | None = None) -> torch.Tensor:
+    """Teacher-forced logits of every token, computed ``chunk`` tokens at a time."""
+    sequence, size = Sequence(loaded, len(tokens)), chunk or len(tokens)
+    chunks = (tokens[start : start + size] for start in range(0, len(tokens), size))
+    return torch.cat([sequence.logits(part) for part in chunks])
+
+
+def greedy(loaded: LoadedModel, prompt: list[int], max_tokens: int) -> list[int]:
+    """The greedy continuation, its end token included."""
+    sequence = Sequence(loaded, len(prompt) + max_tokens)
+    answer = [int(sequence.logits(prompt)[-1].argmax())]
+    while len(answer) < max_tokens and answer[-1] not in loaded.tokenizer.eos_token_ids:
+        answer.append(int(sequence.logits(answer[-1:])[-1].argmax()))
+    return answer
 
 
 def reference_logits(directory: Path, tokens: list[int]) -> torch.Tensor:
@@ -190,12 +212,8 @@ def test_the_first_of_200_tokens_changes_the_last_logits(tmp_path: Path, archite
 
 def test_greedy_continuations_are_not_constant(tmp_path: Path) -> None:
     loaded = load_model(write_tiny_model(tmp_path), dtype="float32")
-    answers = []
-    for seed in range(4):
-        tokens = random_tokens(30, loaded.tokenizer.vocab_size, seed)
-        for _ in range(12):
-            tokens.append(int(logits_of(loaded, tokens)[-1].argmax()))
-        answers.append(tuple(tokens[30:]))
+    vocab_size = loaded.tokenizer.vocab_size
+    answers = [tuple(greedy(loaded, random_tokens(30, vocab_size, i), 12)) for i in range(4)]
     assert len(set(answers)) == 4
     assert all(len(set(answer)) > 2 for answer in answers)
 
@@ -221,3 +239,16 @@ def test_a_gguf_file_gives_the_logits_of_its_directory(tmp_path: Path, architect
     one, other = load_model(directory, dtype="float32"), load_model(path, dtype="float32")
     tokens = random_tokens(60, one.tokenizer.vocab_size)
     torch.testing.assert_close(logits_of(one, tokens), logits_of(other, tokens), atol=1e-4, rtol=0)
+
+
+def test_loading_imports_no_transformers(tmp_path: Path) -> None:
+    """It takes seconds to import."""
+    program = (
+        "import sys\n"
+        "from prefixkv.model.loader import load_model\n"
+        "loaded = load_model(sys.argv[1])\n"
+        "loaded.tokenizer.apply_chat_template([{'role': 'user', 'content': 'x'}])\n"
+        "sys.exit('transformers' in sys.modules)\n"
+    )
+    command = [sys.executable, "-c", program, str(write_tiny_model(tmp_path))]
+    assert subprocess.run(command, check=False).returncode == 0

@@ -149,7 +149,7 @@ def test_gguf_rope_scaling_is_read(tmp_path: Path, metadata: dict[str, float], k
     assert (rope.kind, rope.factor) == (kind, 4.0)
 
 
-def test_gguf_rope_divisors_are_the_llama3_scaling(tmp_path: Path) -> None:
+def test_gguf_rope_divisors_are_the_llama3_scaling() -> None:
     """llama.cpp's converter stores the llama3 scaling as one divisor a frequency."""
     from prefixkv.model.config import RopeConfig
     from prefixkv.model.rope import rope_frequencies
