@@ -78,7 +78,7 @@ def test_closing_the_stream_aborts_the_request(model: Path) -> None:
         stream = engine.generate(PROMPT, LONG)
         await anext(stream)
         assert engine.stats().num_running == 1
-        await stream.aclose()  # type: ignore[attr-defined]
+        await stream.aclose()
         await until_idle(engine)
         assert engine.stats().num_free_blocks == 128
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import httpx
 import pytest
 from openai import OpenAI
-from tiny_model import write_tiny_model
 
 from prefixkv import __version__
 from prefixkv.cli import main
 from prefixkv.config import EngineOptions
+from tiny_model import write_tiny_model
 
 TIMEOUT = 120
 ENDLESS = ("--max-tokens", "4000", "--num-blocks", "300")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import aclosing
 from types import TracebackType
-from typing import cast
 
 from prefixkv.cli.progress import progress
 from prefixkv.config import EngineOptions
@@ -60,8 +59,7 @@ class Session:
         output: RequestOutput,
         write: Callable[[str], None],
     ) -> None:
-        stream: AsyncIterator[RequestOutput] = self.engine.generate(prompt, params)
-        async with aclosing(cast("AsyncGenerator[RequestOutput]", stream)) as pieces:
+        async with aclosing(self.engine.generate(prompt, params)) as pieces:
             async for piece in pieces:
                 output.extend(piece)
                 write(piece.text)

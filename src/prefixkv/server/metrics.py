@@ -7,9 +7,8 @@ which dashboards and routers know. Token counts are tokens, not requests or bloc
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
-from typing import cast
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -89,11 +88,11 @@ class Latencies:
             registry=None,
         )
 
-    async def observe(self, stream: AsyncIterator[RequestOutput]) -> AsyncGenerator[RequestOutput]:
+    async def observe(self, stream: AsyncGenerator[RequestOutput]) -> AsyncGenerator[RequestOutput]:
         """Pass a request's pieces on and time them; closing this closes the stream."""
         start = last = time.perf_counter()
         seen = False
-        async with aclosing(cast("AsyncGenerator[RequestOutput]", stream)) as pieces:
+        async with aclosing(stream) as pieces:
             async for piece in pieces:
                 now = time.perf_counter()
                 if piece.token_ids:
