@@ -19,7 +19,7 @@ namespace avx512 { extern const AttentionKernels kAttention; }
 namespace {
 
 // Rows of a prefill task: enough to make packing a tile cheap, few enough that q and o stay in L2.
-constexpr int64_t kRowsATask = 192;
+constexpr int64_t kRowsATask = 384;
 // At most so many rows a K/V head and the task is bound by reading K/V: cut it by segments.
 constexpr int64_t kFewRows = 2 * kRows;
 constexpr int64_t kTokensAWrite = 64;
@@ -49,7 +49,9 @@ void check_starts(const char* name, const std::vector<int32_t>& starts, size_t s
     fail(field + " has " + std::to_string(starts.size()) + " entries; " +
          std::to_string(sequences) + " sequences need one more than that");
   }
-  if (starts.front() != 0) fail(field + " begins with " + std::to_string(starts.front()) + ", not 0");
+  if (starts.front() != 0) {
+    fail(field + " begins with " + std::to_string(starts.front()) + ", not 0");
+  }
   if (!std::is_sorted(starts.begin(), starts.end())) fail(field + " decreases");
   if (static_cast<size_t>(starts.back()) != total) {
     fail(field + " ends with " + std::to_string(starts.back()) + ", not " + std::to_string(total));
@@ -99,7 +101,7 @@ void check_distinct(std::vector<int64_t> slots, int block_size) {
 
 std::vector<int64_t> check_layout(const Layout& layout, int num_blocks, int block_size) {
   const size_t sequences = layout.num_computed.size();
-  if (layout.query_start.empty()) fail("query_start is empty; it has one entry more than sequences");
+  if (layout.query_start.empty()) fail("query_start is empty; it has at least the entry 0");
   check_starts("query_start", layout.query_start, sequences,
                static_cast<size_t>(std::max(layout.query_start.back(), 0)));
   check_starts("table_start", layout.table_start, sequences, layout.block_ids.size());
@@ -176,7 +178,7 @@ void PagedAttention::add_units(int sequence, int64_t tokens_a_unit, int heads_a_
 }
 
 int64_t PagedAttention::add_tasks() {
-  const bool scarce = static_cast<int>(units_.size()) < 4 * pool_.size();
+  const bool scarce = static_cast<int>(units_.size()) < 2 * pool_.size();
   int64_t workspace = 0;
   for (size_t u = 0; u < units_.size(); ++u) {
     Unit& unit = units_[u];

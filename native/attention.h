@@ -44,7 +44,7 @@ struct Layout {
 };
 
 // The slot of every new token. Throws std::invalid_argument that names the first fault: lengths,
-// order, a block id outside [0, num_blocks), a table that is too short, a slot that is written twice.
+// order, a block id outside [0, num_blocks), a table too short, a slot that is written twice.
 std::vector<int64_t> check_layout(const Layout& layout, int num_blocks, int block_size);
 
 // Cuts a step into tasks and runs them; one step and one call at a time.
@@ -59,8 +59,8 @@ class PagedAttention {
   void run(const AttentionCall& call);
 
  private:
-  // Some tokens of a sequence with some of its K/V heads. A split unit is one task a segment, merged
-  // by whoever ends last; any other is one task.
+  // Some tokens of a sequence with some of its K/V heads. A split unit is one task a segment,
+  // merged by whoever ends last; any other is one task.
   struct Unit {
     int sequence;
     int first_head;

@@ -3,15 +3,15 @@
 // A query token's output is the same bits whatever comes with it, because nothing in its arithmetic
 // depends on anything but its position and its keys:
 //
-//   segments  kSegment keys each, cut at multiples of kSegment, every one with an own running maximum
-//             m, sum l and output o (online softmax); merged from the first to the last.
+//   segments  kSegment keys each, cut at multiples of kSegment, every one with an own running
+//             maximum m, sum l and output o (online softmax); merged from the first to the last.
 //   tiles     kTile keys each, cut at multiples of kTile, taken in order inside a segment.
 //   sums      over the head dimension for scores, over keys for outputs: one accumulator, in order.
 //
 // A row is one query head of one token. Rows that share a K/V head share packed tiles, but each has
-// accumulators of its own, and a key that a row may not see never meets it. How rows and segments are
-// grouped into tasks is free, hence any chunking, company, block size, placement or number of threads
-// gives the same bits.
+// accumulators of its own, and a key that a row may not see never meets it. How rows and segments
+// are grouped into tasks is free, hence any chunking, company, block size, placement or number of
+// threads gives the same bits.
 #pragma once
 
 #include <cstdint>

@@ -39,7 +39,7 @@ void bind_attention(nb::module_& m) {
       "block_size"_a, "Raises ValueError that names the first fault of a step's layout.");
 
   nb::class_<PagedAttention>(m, "PagedAttention",
-                             "Attention over blocks of K/V on the CPU; see prefixkv.model.attention.")
+                             "Attention over blocks of K/V on the CPU (prefixkv.model.attention).")
       .def(
           "__init__",
           [](PagedAttention* self, ThreadPool& pool, int num_heads, int num_kv_heads, int head_dim,

@@ -120,7 +120,12 @@ struct PyManager {
                       std::optional<std::string> lora, nb::handle extra) const {
     std::vector<Extra> extras;
     for (nb::handle item : extra) {
-      const auto [start, stop, content] = nb::cast<std::tuple<int64_t, int64_t, nb::bytes>>(item);
+      std::tuple<int64_t, int64_t, nb::bytes> entry;
+      if (!nb::try_cast(item, entry)) {
+        throw CacheError(std::string("extra holds ") + nb::repr(item).c_str() +
+                         "; each entry is (start, stop, bytes)");
+      }
+      const auto& [start, stop, content] = entry;
       if (start < 0 || stop <= start) {
         throw CacheError("extra covers tokens " + std::to_string(start) + " to " +
                          std::to_string(stop) + "; it must start at 0 or more and stop after that");

@@ -16,16 +16,21 @@ constexpr int kPanel = 2 * kWidth;  // columns in a panel
 
 // Accumulators, weights and one x must fit the registers: 32 of AVX-512 and NEON, else 16.
 #if PREFIXKV_WIDTH == 16 || defined(__aarch64__)
-constexpr int kTileRows = 12;
-constexpr int kFewVectors = 24;
+constexpr int kAccumulators = 24;
 #else
-constexpr int kTileRows = 6;
-constexpr int kFewVectors = 12;
+constexpr int kAccumulators = 12;
 #endif
+constexpr int kTileRows = kAccumulators / 2;
 constexpr int kFewRows = 4;
 
 // k is taken in blocks, so that a panel's block (32 KiB) stays in L1 while the tiles of x pass by.
 constexpr int64_t kBlock = 256;
+
+// From so many tiles on, widening a bfloat16 block once costs less than doing it for each tile.
+constexpr int64_t kWidenTiles = 5;
+
+constexpr int64_t kCacheLine = 64;
+constexpr int64_t kAheadBytes = 4096;  // in flight from memory: its latency times a core's bandwidth
 
 inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -44,39 +49,56 @@ inline void load_panel(const uint16_t* w, vfloat& low, vfloat& high) {
   high = __builtin_bit_cast(vfloat, pair & 0xffff0000u);
 }
 
-// Packed x is [k][kRows]; else its rows are x_stride apart.
-template <int kRows, int kPanels, bool kPacked, typename W>
-[[gnu::always_inline]] inline void accumulate(vfloat (&acc)[kRows][2 * kPanels], const float* x,
-                                              int64_t x_stride, const W* w, int64_t panel_stride,
-                                              int64_t k) {
-  for (int64_t i = 0; i < k; ++i) {
+// What a walk over k fetches ahead of use: its own panels, which come from memory, or one cache line
+// each k of `next`, because its own panel is in the cache.
+enum class Ahead { kOwn, kNext };
+
+// x is [k][kRows] if packed, else its rows are x_stride apart. Panels are panel_stride apart.
+template <typename W>
+struct Walk {
+  const float* x;
+  int64_t x_stride;
+  const W* w;
+  int64_t panel_stride;
+  int64_t k;
+  const char* next;
+  int64_t next_step;
+};
+
+template <int kRows, int kPanels, bool kPacked, Ahead kAhead, typename W>
+[[gnu::always_inline]] inline void accumulate(vfloat (&acc)[kRows][2 * kPanels],
+                                              const Walk<W>& walk) {
+  const float* x = walk.x;
+  const W* w = walk.w;
+  const char* next = walk.next;
+  for (int64_t i = 0; i < walk.k; ++i) {
     vfloat weight[2 * kPanels];
 #pragma GCC unroll 8
     for (int p = 0; p < kPanels; ++p) {
-      load_panel(w + p * panel_stride + i * kPanel, weight[2 * p], weight[2 * p + 1]);
+      const W* row = w + p * walk.panel_stride;
+      if constexpr (kAhead == Ahead::kOwn) {
+        const char* far = reinterpret_cast<const char*>(row) + kAheadBytes / kPanels;
+        __builtin_prefetch(far);
+        if constexpr (kPanel * sizeof(W) > kCacheLine) __builtin_prefetch(far + kCacheLine);
+      }
+      load_panel(row, weight[2 * p], weight[2 * p + 1]);
     }
+    if constexpr (kAhead == Ahead::kNext) __builtin_prefetch(next);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      const float value = kPacked ? x[i * kRows + r] : x[r * x_stride + i];
+      const float value = kPacked ? x[r] : x[r * walk.x_stride];
 #pragma GCC unroll 8
       for (int v = 0; v < 2 * kPanels; ++v) acc[r][v] += value * weight[v];
     }
+    x += kPacked ? kRows : 1;
+    w += kPanel;
+    next += walk.next_step;
   }
 }
+
+// ---- few rows: bound by reading the weight, several panels at once to hide the FMA latency
 
 // The first `columns` (1..kPanel) of a panel's row in y.
-inline void load_row(const float* y, int64_t columns, vfloat* acc) {
-  if (columns == kPanel) {
-    acc[0] = load(y);
-    acc[1] = load(y + kWidth);
-    return;
-  }
-  float padded[kPanel] = {};
-  for (int64_t c = 0; c < columns; ++c) padded[c] = y[c];
-  acc[0] = load(padded);
-  acc[1] = load(padded + kWidth);
-}
-
 inline void store_row(float* y, int64_t columns, const vfloat* acc) {
   if (columns == kPanel) {
     store(y, acc[0]);
@@ -89,15 +111,13 @@ inline void store_row(float* y, int64_t columns, const vfloat* acc) {
   for (int64_t c = 0; c < columns; ++c) y[c] = padded[c];
 }
 
-// ---- few rows: bound by reading the weight, several panels at once to hide the FMA latency
-
 template <int kRows, int kPanels, typename W>
 void multiply_panels(const Product& product, int64_t panel) {
-  const int64_t k = product.k, panel_stride = k * kPanel;
+  const int64_t stride = product.k * kPanel;
+  const W* w = static_cast<const W*>(product.weight) + panel * stride;
   vfloat acc[kRows][2 * kPanels] = {};
-  accumulate<kRows, kPanels, false>(acc, product.x, product.x_stride,
-                                    static_cast<const W*>(product.weight) + panel * panel_stride,
-                                    panel_stride, k);
+  accumulate<kRows, kPanels, false, Ahead::kOwn, W>(
+      acc, {product.x, product.x_stride, w, stride, product.k, nullptr, 0});
   for (int p = 0; p < kPanels; ++p) {
     const int64_t column = (panel + p) * kPanel;
     const int64_t columns = min(kPanel, product.n - column);
@@ -126,7 +146,7 @@ void multiply_range(const Product& product, Range panels) {
 template <int kRows, typename W>
 void multiply_few_rows(const Product& product, Range panels) {
   if (product.m == kRows) {
-    constexpr int kFit = kFewVectors / (2 * kRows);
+    constexpr int kFit = kAccumulators / (2 * kRows);
     multiply_range<kRows, kFit >= 4 ? 4 : kFit >= 2 ? 2 : 1, W>(product, panels);
   } else if constexpr (kRows > 1) {
     multiply_few_rows<kRows - 1, W>(product, panels);
@@ -156,61 +176,121 @@ void pack_tiles(const Product& product, float* packed, int64_t tiles, Range some
   }
 }
 
-// A step over k of one tile and one panel. `bias` is null but at the last step.
+// One tile, panel and block of k. `bias` is null but in the last block.
 template <typename W>
 struct TileStep {
-  const float* x;
-  const W* w;
+  Walk<W> walk;
   const float* bias;
   float* y;
-  int64_t y_stride, columns, k;
-  bool first;
+  int64_t y_stride, columns;
+  bool first;  // block: nothing to carry over
 };
 
-template <int kRows, typename W>
-void multiply_tile(const TileStep<W>& step) {
+template <int kRows, Ahead kAhead, typename W>
+void multiply_full_tile(const TileStep<W>& step) {
   vfloat acc[kRows][2] = {};
   if (!step.first) {
-    for (int r = 0; r < kRows; ++r) load_row(step.y + r * step.y_stride, step.columns, acc[r]);
-  }
-  accumulate<kRows, 1, true>(acc, step.x, 0, step.w, 0, step.k);
-  if (step.bias != nullptr) {
+#pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      acc[r][0] += load(step.bias);
-      acc[r][1] += load(step.bias + kWidth);
+      acc[r][0] = load(step.y + r * step.y_stride);
+      acc[r][1] = load(step.y + r * step.y_stride + kWidth);
     }
   }
-  for (int r = 0; r < kRows; ++r) store_row(step.y + r * step.y_stride, step.columns, acc[r]);
-}
-
-template <int kRows, typename W>
-void multiply_tile_of(int64_t rows, const TileStep<W>& step) {
-  if (rows == kRows) {
-    multiply_tile<kRows>(step);
-  } else if constexpr (kRows > 1) {
-    multiply_tile_of<kRows - 1>(rows, step);
+  accumulate<kRows, 1, true, kAhead>(acc, step.walk);
+  if (step.bias != nullptr) {
+    const vfloat low = load(step.bias), high = load(step.bias + kWidth);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      acc[r][0] += low;
+      acc[r][1] += high;
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+    store(step.y + r * step.y_stride, acc[r][0]);
+    store(step.y + r * step.y_stride + kWidth, acc[r][1]);
   }
 }
 
-// All tiles against one block of one panel.
-template <typename W>
-void multiply_block(const Product& product, const float* packed, int64_t tiles, Range some,
-                    int64_t panel, Range block, const W* w) {
-  const int64_t k = product.k, column = panel * kPanel;
-  for (int64_t tile = some.begin; tile < some.end; ++tile) {
-    const int64_t begin = product.tile_begin(tile, tiles);
-    const int64_t rows = product.tile_begin(tile + 1, tiles) - begin;
+inline void copy(const float* from, int64_t from_stride, float* to, int64_t to_stride, int64_t rows,
+                 int64_t columns) {
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t c = 0; c < columns; ++c) to[r * to_stride + c] = from[r * from_stride + c];
+  }
+}
+
+template <int kRows, Ahead kAhead, typename W>
+void multiply_tile(int64_t rows, const TileStep<W>& step) {
+  if (rows != kRows) {
+    if constexpr (kRows > 1) multiply_tile<kRows - 1, kAhead>(rows, step);
+    return;
+  }
+  if (step.columns == kPanel) return multiply_full_tile<kRows, kAhead>(step);
+  // The last panel may be wider than what is left of y: by way of a full tile.
+  alignas(64) float full[kRows * kPanel] = {};
+  if (!step.first) copy(step.y, step.y_stride, full, kPanel, kRows, step.columns);
+  TileStep<W> inner = step;
+  inner.y = full;
+  inner.y_stride = kPanel;
+  multiply_full_tile<kRows, kAhead>(inner);
+  copy(full, kPanel, step.y, step.y_stride, kRows, step.columns);
+}
+
+// A piece of the work of multiply_tiles: some tiles against one block of one panel.
+struct Piece {
+  const Product& product;
+  const float* packed;
+  int64_t tiles;
+  Range some;
+  int64_t panel;
+  Range block;
+
+  int64_t depth() const { return block.end - block.begin; }
+};
+
+// `w` is the block; `next` is fetched ahead as the tiles pass by, if there are several.
+template <Ahead kAhead, typename W>
+void multiply_piece(const Piece& piece, const W* w, const char* next, int64_t next_bytes) {
+  const Product& product = piece.product;
+  const int64_t k = product.k, column = piece.panel * kPanel;
+  for (int64_t tile = piece.some.begin; tile < piece.some.end; ++tile) {
+    const int64_t begin = product.tile_begin(tile, piece.tiles);
+    const int64_t rows = product.tile_begin(tile + 1, piece.tiles) - begin;
+    const int64_t fetched = (tile - piece.some.begin) * piece.depth() * kCacheLine;
+    const bool more = fetched < next_bytes;
     TileStep<W> step;
-    step.x = packed + begin * k + block.begin * rows;
-    step.w = w;
-    step.bias = product.bias != nullptr && block.end == k ? product.bias + column : nullptr;
+    step.walk = {piece.packed + begin * k + piece.block.begin * rows, 0, w, 0, piece.depth(),
+                 more ? next + fetched : next, more ? kCacheLine : 0};
+    step.bias = product.bias != nullptr && piece.block.end == k ? product.bias + column : nullptr;
     step.y = product.y + begin * product.n + column;
     step.y_stride = product.n;
     step.columns = min(kPanel, product.n - column);
-    step.k = block.end - block.begin;
-    step.first = block.begin == 0;
-    multiply_tile_of<kTileRows>(rows, step);
+    step.first = piece.block.begin == 0;
+    multiply_tile<kTileRows, kAhead>(rows, step);
   }
+}
+
+template <typename W>
+void multiply_piece(const Piece& piece, int64_t last_panel) {
+  const int64_t k = piece.product.k, size = piece.depth() * kPanel;
+  const int64_t tiles = piece.some.end - piece.some.begin;
+  const W* w = static_cast<const W*>(piece.product.weight) +
+               (piece.panel * k + piece.block.begin) * kPanel;
+  if (tiles == 1) return multiply_piece<Ahead::kOwn>(piece, w, nullptr, 0);
+  const bool last = piece.panel == last_panel;
+  const char* next = reinterpret_cast<const char*>(last ? w : w + k * kPanel);
+  const int64_t next_bytes = last ? 0 : size * static_cast<int64_t>(sizeof(W));
+  if (sizeof(W) == sizeof(float) || tiles < kWidenTiles) {
+    return multiply_piece<Ahead::kNext>(piece, w, next, next_bytes);
+  }
+  alignas(64) float wide[kBlock * kPanel];
+  for (int64_t i = 0; i < size; i += kPanel) {
+    vfloat low, high;
+    load_panel(w + i, low, high);
+    store(wide + i, low);
+    store(wide + i + kWidth, high);
+  }
+  multiply_piece<Ahead::kNext>(piece, static_cast<const float*>(wide), next, next_bytes);
 }
 
 void multiply_tiles(const Product& product, const float* packed, int64_t tiles, Range some,
@@ -219,27 +299,12 @@ void multiply_tiles(const Product& product, const float* packed, int64_t tiles, 
   for (int64_t b = 0; b < blocks; ++b) {
     const Range block{b * k / blocks, (b + 1) * k / blocks};
     for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
-      const int64_t offset = (panel * k + block.begin) * kPanel;
-      if (!product.bfloat16) {
-        const float* w = static_cast<const float*>(product.weight) + offset;
-        multiply_block(product, packed, tiles, some, panel, block, w);
-        continue;
+      const Piece piece{product, packed, tiles, some, panel, block};
+      if (product.bfloat16) {
+        multiply_piece<uint16_t>(piece, panels.end - 1);
+      } else {
+        multiply_piece<float>(piece, panels.end - 1);
       }
-      const uint16_t* w = static_cast<const uint16_t*>(product.weight) + offset;
-      if (some.end - some.begin <= 2) {
-        multiply_block(product, packed, tiles, some, panel, block, w);
-        continue;
-      }
-      // Widened once for all tiles.
-      alignas(64) float wide[kBlock * kPanel];
-      for (int64_t i = 0; i < block.end - block.begin; ++i) {
-        vfloat low, high;
-        load_panel(w + i * kPanel, low, high);
-        store(wide + i * kPanel, low);
-        store(wide + i * kPanel + kWidth, high);
-      }
-      multiply_block(product, packed, tiles, some, panel, block,
-                     static_cast<const float*>(wide));
     }
   }
 }

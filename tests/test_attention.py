@@ -164,7 +164,7 @@ def test_chunks_over_a_cached_prefix_equal_plain_softmax(backend: str, dtype: to
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", [1, 4, 16, 64])
 @pytest.mark.parametrize("threads", [1, 2, 7])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_bits_do_not_depend_on_how_the_work_is_cut(
     seed: int, threads: int, block_size: int, dtype: torch.dtype
 ) -> None:
@@ -201,9 +201,9 @@ def test_every_instruction_set_passes(isa: str) -> None:
     found = subprocess.run(probe, env=environment, capture_output=True, text=True, check=True)
     if found.stdout.strip() != isa or isa == _core.isa():
         pytest.skip(f"this CPU lacks {isa}, or it is what the other tests ran")
-    names = "(plain_softmax and native) or head_shape or work_is_cut"
+    names = "(plain_softmax and native) or head_shape or (work_is_cut and 2-16-dtype)"
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", __file__, "-k", names],
+        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", __file__, "-k", names],
         env=environment,
         capture_output=True,
         text=True,

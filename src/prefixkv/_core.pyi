@@ -218,7 +218,7 @@ def check_layout(query_start: Annotated[NDArray[numpy.int32], dict(shape=(None,)
     """Raises ValueError that names the first fault of a step's layout."""
 
 class PagedAttention:
-    """Attention over blocks of K/V on the CPU; see prefixkv.model.attention."""
+    """Attention over blocks of K/V on the CPU (prefixkv.model.attention)."""
 
     def __init__(self, pool: ThreadPool, num_heads: int, num_kv_heads: int, head_dim: int, num_blocks: int, block_size: int, bfloat16: bool, scale: float) -> None: ...
 

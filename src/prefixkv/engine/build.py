@@ -60,7 +60,7 @@ def build_parts(
         2 * config.num_layers * config.num_kv_heads * config.head_dim * options.block_size
     ) * dtype.itemsize
     num_blocks = options.num_blocks or _blocks_that_fit(options, block_bytes)
-    max_model_len = _max_model_len(options, config.max_positions, num_blocks)
+    max_model_len = _max_model_len(options, config.max_position_embeddings, num_blocks)
     attention = PagedAttention(
         num_layers=config.num_layers,
         num_heads=config.num_heads,

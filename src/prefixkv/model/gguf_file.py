@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkv.errors import ModelError
@@ -42,7 +43,7 @@ SUPPORTED_TYPES = frozenset(
     | {_Q.Q2_K, _Q.Q3_K, _Q.Q4_K, _Q.Q5_K, _Q.Q6_K}
 )
 # Rows are dequantised in groups of about this many values, so that temporaries stay small.
-_GROUP_VALUES = 1 << 20
+_GROUP_VALUES = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +83,8 @@ class GGUFFile:
         entry = self._entries[name]
         rows = math.prod(entry.shape[:-1])
         group = max(1, _GROUP_VALUES // max(1, entry.shape[-1]))
-        dtype = torch.bfloat16 if entry.type == _Q.BF16 else torch.float32
-        out = torch.empty((rows, entry.shape[-1]), dtype=dtype)
+        bfloat16 = entry.type == _Q.BF16
+        out = np.empty((rows, entry.shape[-1]), dtype=np.uint16 if bfloat16 else np.float32)
         with self.path.open("rb", buffering=0) as file:
             file.seek(entry.offset)
             for start in range(0, rows, group):
@@ -91,8 +92,9 @@ class GGUFFile:
                 data = file.read((stop - start) * entry.row_bytes)
                 if len(data) != (stop - start) * entry.row_bytes:
                     raise ModelError(f"{self.path}: the file ends inside tensor {name!r}")
-                out[start:stop] = _values(data, entry.type).view(stop - start, -1)
-        return out.view(entry.shape)
+                out[start:stop] = _values(data, entry.type).reshape(stop - start, -1)
+        tensor = torch.from_numpy(out).view(entry.shape)
+        return tensor.view(torch.bfloat16) if bfloat16 else tensor
 
     def _read_header(self, header: "_Header") -> dict[str, _Entry]:
         num_tensors, num_keys = header.begin()
@@ -139,12 +141,11 @@ class GGUFFile:
         return _Entry(type_, shape, offset, row_bytes)
 
 
-def _values(data: bytes, type_: GGMLQuantizationType) -> Tensor:
+def _values(data: bytes, type_: GGMLQuantizationType) -> NDArray[Any]:
     if type_ == _Q.BF16:
-        return torch.frombuffer(bytearray(data), dtype=torch.bfloat16)
+        return np.frombuffer(data, dtype=np.uint16)
     # One long row: the dequantisers loop in Python over every 16 rows.
-    row = np.frombuffer(data, dtype=np.uint8).reshape(1, -1)
-    return torch.from_numpy(np.array(dequantize(row, type_), dtype=np.float32))
+    return dequantize(np.frombuffer(data, dtype=np.uint8).reshape(1, -1), type_)
 
 
 class _Header:

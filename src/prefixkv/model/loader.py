@@ -10,7 +10,7 @@ import torch
 from prefixkv import _core
 from prefixkv.errors import ConfigError, ModelError
 from prefixkv.model.config import ModelConfig, parse_config
-from prefixkv.model.default_model import DEFAULT_MODEL, default_model_directory
+from prefixkv.model.default_model import DEFAULT_MODEL, wheel_model_directory
 from prefixkv.model.gguf_file import GGUFFile
 from prefixkv.model.gguf_tokenizer import gguf_tokenizer
 from prefixkv.model.gguf_weights import GGUFWeights, gguf_config
@@ -61,7 +61,7 @@ def load_model(
     with it, for a model that cannot be read or served.
     """
     stored = resolve_dtype(dtype, device)
-    path = default_model_directory(progress) if model is None else Path(model).expanduser()
+    path = wheel_model_directory(progress=progress) if model is None else Path(model).expanduser()
     if path.is_dir():
         raw = read_json(path / "config.json")
         config = parse_config(raw, str(path / "config.json"))
@@ -78,7 +78,7 @@ def load_model(
             "tokenizer.json) or a GGUF file on this machine"
         )
     llama = Llama(config, _make_ops(stored, device, pool), WeightReader(weights, progress), device)
-    name = DEFAULT_MODEL if model is None else (path.stem if path.is_file() else path.name)
+    name = DEFAULT_MODEL.name if model is None else (path.stem if path.is_file() else path.name)
     return LoadedModel(name, config, llama, tokenizer, stored, device)
 
 

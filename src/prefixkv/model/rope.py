@@ -12,14 +12,14 @@ from prefixkv.model.config import ModelConfig, RopeConfig
 
 
 def rope_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every position, float32 [max_positions, head_dim / 2] each."""
-    frequencies, scale = _frequencies(config.rope, config.head_dim)
-    positions = torch.arange(config.max_positions, dtype=torch.float32)
+    """Cosines and sines of every position, float32 [max_position_embeddings, head_dim / 2] each."""
+    frequencies, scale = rope_frequencies(config.rope, config.head_dim)
+    positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
     angles = positions[:, None] * frequencies
     return angles.cos() * scale, angles.sin() * scale
 
 
-def _frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     """Radians a position, float32 [head_dim / 2], and the factor on cosines and sines."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     wave = rope.theta**exponents

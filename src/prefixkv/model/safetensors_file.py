@@ -135,6 +135,6 @@ def write_safetensors(
             tensor = read(name)
             if tuple(tensor.shape) != tuple(shape):
                 raise ModelError(f"{path}: {name!r} is {list(tensor.shape)}, not {list(shape)}")
-            file.write(tensor.to(torch.float32).contiguous().numpy().data.cast("B"))
+            file.write(tensor.to(torch.float32).contiguous().numpy().data)
         file.flush()
         os.fsync(file.fileno())
