@@ -30,15 +30,15 @@ ThreadPool::~ThreadPool() {
 }
 
 bool ThreadPool::run_one(uint32_t epoch) {
-  const Fn fn = fn_.load(std::memory_order_relaxed);
-  const void* ctx = ctx_.load(std::memory_order_relaxed);
-  const int64_t tasks = tasks_.load(std::memory_order_relaxed);
   uint64_t claim = claim_.load(std::memory_order_acquire);
   do {
-    if (static_cast<uint32_t>(claim >> 32) != epoch) return false;
-    if (static_cast<int64_t>(claim & 0xffffffffu) >= tasks) return false;
-  } while (!claim_.compare_exchange_weak(claim, claim + 1, std::memory_order_acq_rel));
-  fn(ctx, static_cast<int64_t>(claim & 0xffffffffu));
+    const uint32_t left = static_cast<uint32_t>(claim);
+    if (static_cast<uint32_t>(claim >> 32) != epoch || left == 0) return false;
+  } while (!claim_.compare_exchange_weak(claim, claim - 1, std::memory_order_acq_rel,
+                                         std::memory_order_acquire));
+  const int64_t left = static_cast<uint32_t>(claim);
+  const int64_t tasks = tasks_.load(std::memory_order_relaxed);
+  fn_.load(std::memory_order_relaxed)(ctx_.load(std::memory_order_relaxed), tasks - left);
   if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 == tasks) done_.notify_one();
   return true;
 }
@@ -53,8 +53,9 @@ void ThreadPool::run_erased(int64_t tasks, Fn fn, const void* ctx) {
   ctx_.store(ctx, std::memory_order_relaxed);
   tasks_.store(tasks, std::memory_order_relaxed);
   done_.store(0, std::memory_order_relaxed);
-  claim_.store(static_cast<uint64_t>(epoch) << 32, std::memory_order_release);
-  epoch_.store(epoch, std::memory_order_release);
+  claim_.store(uint64_t{epoch} << 32 | static_cast<uint64_t>(tasks), std::memory_order_release);
+  // Sequentially consistent: the notification must not look for sleepers before the store is seen.
+  epoch_.store(epoch, std::memory_order_seq_cst);
   epoch_.notify_all();
   while (run_one(epoch)) {
   }

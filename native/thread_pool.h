@@ -36,12 +36,12 @@ class ThreadPool {
   bool run_one(uint32_t epoch);
   void work();
 
-  // The job. A worker may read these while the caller writes the next job; what it read counts only
-  // once it has claimed a task of the epoch that it read before, and a job with a claimed task stays.
+  // The job. Whether a task is left is decided by `claim_` alone; the rest is read only after a
+  // claim, when it cannot change: the next job is written once every claimed task is done.
   std::atomic<Fn> fn_{nullptr};
   std::atomic<const void*> ctx_{nullptr};
   std::atomic<int64_t> tasks_{0};
-  std::atomic<uint64_t> claim_{0};  // epoch << 32 | next task
+  std::atomic<uint64_t> claim_{0};  // epoch << 32 | tasks left
   std::atomic<int64_t> done_{0};
   std::atomic<uint32_t> epoch_{0};  // of the newest job; workers sleep on it
   std::atomic<bool> stop_{false};

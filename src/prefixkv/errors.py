@@ -1,13 +1,13 @@
-"""Every error that prefixkv raises on purpose; each message names the value, the limit and what to do.
+"""Every error that prefixkv raises on purpose: each names the value, the limit and what to do.
 
-    PrefixKVError
-    ├── ConfigError            an option is out of its limits, or options contradict each other
-    ├── ModelError             a model cannot be found, read or served
-    ├── RequestError           a request cannot be served as it stands (HTTP 400)
-    │   └── ContextLengthError   its prompt does not fit the context or the pool
-    ├── CacheError             the cache manager was misused; its state is as before the call
-    │   └── StaleHitError        a hit whose blocks were evicted since the lookup
-    └── EngineError            the engine failed or has stopped
+PrefixKVError
+├── ConfigError            an option is out of its limits, or options contradict each other
+├── ModelError             a model cannot be found, read or served
+├── RequestError           a request cannot be served as it stands (HTTP 400)
+│   └── ContextLengthError   its prompt does not fit the context or the pool
+├── CacheError             the cache manager was misused; its state is as before the call
+│   └── StaleHitError        a hit whose blocks were evicted since the lookup
+└── EngineError            the engine failed or has stopped
 """
 
 

@@ -1,0 +1,4 @@
+"""The engine: scheduler, runner, sampler, and the loops around them.
+
+Nothing is imported here: ``engine.scheduler`` serves replays too, which must not load torch.
+"""

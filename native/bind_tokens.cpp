@@ -1,0 +1,149 @@
+#include <Python.h>
+
+#include <limits>
+#include <string>
+#include <type_traits>
+
+#include "errors.h"
+#include "read_tokens.h"
+
+namespace nb = nanobind;
+
+namespace prefixkv {
+namespace {
+
+constexpr int64_t kMost = std::numeric_limits<Token>::max();
+
+[[noreturn]] void refuse(const std::string& value, Py_ssize_t at, const char* why) {
+  throw CacheError("token id " + value + " at position " + std::to_string(at) + " " + why);
+}
+
+Token checked(int64_t id, Py_ssize_t at) {
+  if (id < 0 || id > kMost) refuse(std::to_string(id), at, "is not from 0 to 2147483647");
+  return static_cast<Token>(id);
+}
+
+Token from_object(PyObject* item, Py_ssize_t at) {
+  nb::object number = nb::steal(PyNumber_Index(item));  // NumPy scalars too; floats and str refuse
+  if (!number.is_valid()) {
+    PyErr_Clear();
+    refuse(nb::repr(nb::handle(item)).c_str(), at, "is not a whole number");
+  }
+  int overflow = 0;
+  const long long id = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
+  if (overflow != 0) refuse(nb::str(number).c_str(), at, "is not from 0 to 2147483647");
+  return checked(id, at);
+}
+
+void read_items(PyObject* items, std::vector<Token>& out) {
+  const Py_ssize_t count = PySequence_Fast_GET_SIZE(items);
+  const size_t before = out.size();
+  out.resize(before + static_cast<size_t>(count));
+  Token* to = out.data() + before;
+  PyObject** from = PySequence_Fast_ITEMS(items);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* item = from[i];
+    if (!PyLong_CheckExact(item)) {
+      to[i] = from_object(item, i);
+      continue;
+    }
+#if PY_VERSION_HEX >= 0x030c0000
+    auto* number = reinterpret_cast<PyLongObject*>(item);
+    if (PyUnstable_Long_IsCompact(number)) {
+      to[i] = checked(PyUnstable_Long_CompactValue(number), i);
+      continue;
+    }
+#else
+    // One 30-bit digit holds every token id in use; Py_SIZE is 0 for zero, 1 for one digit.
+    const Py_ssize_t digits = Py_SIZE(item);
+    if (digits == 1 || digits == 0) {
+      to[i] = digits == 0 ? 0 : static_cast<Token>(reinterpret_cast<PyLongObject*>(item)->ob_digit[0]);
+      continue;
+    }
+#endif
+    to[i] = from_object(item, i);
+  }
+}
+
+template <typename T>
+void read_values(const Py_buffer& view, std::vector<Token>& out) {
+  const T* from = static_cast<const T*>(view.buf);
+  const Py_ssize_t count = view.len / static_cast<Py_ssize_t>(sizeof(T));
+  const size_t before = out.size();
+  out.resize(before + static_cast<size_t>(count));
+  Token* to = out.data() + before;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if constexpr (sizeof(T) >= sizeof(Token)) {
+      if (from[i] < 0 || static_cast<uint64_t>(from[i]) > static_cast<uint64_t>(kMost)) {
+        refuse(std::to_string(from[i]), i, "is not from 0 to 2147483647");
+      }
+    } else if constexpr (std::is_signed_v<T>) {
+      if (from[i] < 0) refuse(std::to_string(from[i]), i, "is not from 0 to 2147483647");
+    }
+    to[i] = static_cast<Token>(from[i]);
+  }
+}
+
+void read_buffer(const Py_buffer& view, std::vector<Token>& out) {
+  const char* format = view.format == nullptr ? "B" : view.format;
+  if (*format == '@' || *format == '=' || *format == '<') ++format;
+  if (view.ndim != 1) {
+    throw CacheError("token ids have " + std::to_string(view.ndim) + " dimensions; one is needed");
+  }
+  switch (format[1] == '\0' ? format[0] : '?') {
+    case 'b': return read_values<int8_t>(view, out);
+    case 'B': return read_values<uint8_t>(view, out);
+    case 'h': return read_values<int16_t>(view, out);
+    case 'H': return read_values<uint16_t>(view, out);
+    case 'i': return read_values<int32_t>(view, out);
+    case 'I': return read_values<uint32_t>(view, out);
+    case 'l': case 'q':
+      return view.itemsize == 4 ? read_values<int32_t>(view, out) : read_values<int64_t>(view, out);
+    case 'L': case 'Q':
+      return view.itemsize == 4 ? read_values<uint32_t>(view, out) : read_values<uint64_t>(view, out);
+    default:
+      throw CacheError(std::string("token ids are of buffer type '") + format +
+                       "'; whole numbers are needed, such as int32");
+  }
+}
+
+void read(nb::handle source, std::vector<Token>& out) {
+  PyObject* object = source.ptr();
+  if (PyList_CheckExact(object)) return read_items(object, out);
+  if (PyUnicode_Check(object)) throw CacheError("token ids are text; encode it with a tokenizer first");
+  if (PyObject_CheckBuffer(object)) {
+    Py_buffer view;
+    if (PyObject_GetBuffer(object, &view, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS) == 0) {
+      struct Release {
+        Py_buffer* view;
+        ~Release() { PyBuffer_Release(view); }
+      } release{&view};
+      return read_buffer(view, out);
+    }
+    PyErr_Clear();  // strided: item by item below
+  }
+  if (nb::hasattr(source, "detach") && nb::hasattr(source, "numpy")) {  // a torch tensor
+    return read(source.attr("detach")().attr("cpu")().attr("numpy")(), out);
+  }
+  nb::object items = nb::steal(PySequence_Fast(object, ""));
+  if (!items.is_valid()) {
+    PyErr_Clear();
+    throw CacheError(std::string("token ids are of type ") + nb::type_name(source.type()).c_str() +
+                     "; a list, array, bytes, NumPy array or torch tensor is needed");
+  }
+  read_items(items.ptr(), out);
+}
+
+}  // namespace
+
+void read_tokens(nb::handle source, std::vector<Token>& out) {
+  const size_t before = out.size();
+  try {
+    read(source, out);
+  } catch (...) {
+    out.resize(before);
+    throw;
+  }
+}
+
+}  // namespace prefixkv

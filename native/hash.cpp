@@ -1,0 +1,206 @@
+#include "hash.h"
+
+#include <algorithm>
+#include <cstring>
+#include <span>
+
+#include "sha256.h"
+
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+namespace prefixkv {
+namespace {
+
+// Canonical CBOR (RFC 8949, section 4.2), as much of it as block hashes need.
+constexpr uint8_t kBytes = 0x40, kText = 0x60, kArray = 0x80, kNegative = 0x20, kNull = 0xf6;
+
+void put_head(std::string& out, uint8_t major, uint64_t value) {
+  int bytes = 0;
+  if (value < 24) {
+    out.push_back(static_cast<char>(major | value));
+    return;
+  }
+  if (value <= 0xff) {
+    out.push_back(static_cast<char>(major | 24)), bytes = 1;
+  } else if (value <= 0xffff) {
+    out.push_back(static_cast<char>(major | 25)), bytes = 2;
+  } else if (value <= 0xffffffff) {
+    out.push_back(static_cast<char>(major | 26)), bytes = 4;
+  } else {
+    out.push_back(static_cast<char>(major | 27)), bytes = 8;
+  }
+  for (int i = bytes - 1; i >= 0; --i) out.push_back(static_cast<char>(value >> (8 * i)));
+}
+
+void put_int(std::string& out, int64_t value) {
+  if (value >= 0) {
+    put_head(out, 0, static_cast<uint64_t>(value));
+  } else {
+    put_head(out, kNegative, static_cast<uint64_t>(-1 - value));
+  }
+}
+
+void put_text(std::string& out, const std::string& text) {
+  put_head(out, kText, text.size());
+  out += text;
+}
+
+std::string encode(const std::vector<ExtraKey>& keys) {
+  std::string out;
+  if (keys.empty()) return out;
+  put_head(out, kArray, keys.size());
+  for (const ExtraKey& key : keys) {
+    put_head(out, kArray, 2);
+    put_text(out, key.name);
+    if (key.has_offset) {
+      put_int(out, key.offset);
+    } else {
+      put_text(out, key.value);
+    }
+  }
+  return out;
+}
+
+Digest sha256_of(const std::string& message) {
+  const Sha256Digest bytes =
+      sha256(reinterpret_cast<const uint8_t*>(message.data()), message.size());
+  Digest digest;
+  std::memcpy(digest.word, bytes.data(), bytes.size());
+  return digest;
+}
+
+uint64_t low_bits(int bits) {
+  if (bits <= 0) return 0;
+  return bits >= 64 ? ~uint64_t{0} : (uint64_t{1} << bits) - 1;
+}
+
+}  // namespace
+
+Hasher::Hasher(HashAlgorithm algorithm, int block_size, uint64_t seed, int hash_bits,
+               PickleHash pickle)
+    : algorithm_(algorithm),
+      block_size_(block_size),
+      seed_(seed),
+      mask_{low_bits(hash_bits), low_bits(hash_bits - 64)},
+      pickle_(std::move(pickle)) {
+  std::string name;
+  put_text(name, "vllm-none-hash");
+  root_ = sha256_of(name);
+}
+
+Digest Hasher::hash(const Digest* parent, const Token* tokens, const std::vector<ExtraKey>& keys,
+                    const std::string& extra) const {
+  switch (algorithm_) {
+    case HashAlgorithm::kXxh3: return hash_xxh3(parent, tokens, extra);
+    case HashAlgorithm::kSha256Cbor: return hash_cbor(parent, tokens, extra);
+    case HashAlgorithm::kSha256: return pickle_(parent, tokens, block_size_, keys);
+    case HashAlgorithm::kNone: break;
+  }
+  return {};
+}
+
+Digest Hasher::hash_xxh3(const Digest* parent, const Token* tokens, const std::string& extra) const {
+  constexpr size_t kParent = 16;
+  const size_t token_bytes = sizeof(Token) * static_cast<size_t>(block_size_);
+  const size_t size = kParent + token_bytes + extra.size();
+  uint8_t small[kParent + 256];
+  std::vector<uint8_t> large(size <= sizeof small ? 0 : size);
+  uint8_t* message = large.empty() ? small : large.data();
+  if (parent != nullptr) {
+    std::memcpy(message, parent->word, kParent);
+  } else {
+    std::memset(message, 0, kParent);
+  }
+  std::memcpy(message + kParent, tokens, token_bytes);
+  if (!extra.empty()) std::memcpy(message + kParent + token_bytes, extra.data(), extra.size());
+  const XXH128_hash_t hash = XXH3_128bits_withSeed(message, size, seed_);
+  return Digest{{hash.low64 & mask_[0], hash.high64 & mask_[1], 0, 0}};
+}
+
+Digest Hasher::hash_cbor(const Digest* parent, const Token* tokens, const std::string& extra) const {
+  std::string message;
+  message.reserve(48 + 5 * static_cast<size_t>(block_size_) + extra.size());
+  put_head(message, kArray, 3);
+  put_head(message, kBytes, 32);
+  const Digest& before = parent != nullptr ? *parent : root_;
+  message.append(reinterpret_cast<const char*>(before.word), 32);
+  put_head(message, kArray, static_cast<uint64_t>(block_size_));
+  for (int i = 0; i < block_size_; ++i) put_head(message, 0, static_cast<uint64_t>(tokens[i]));
+  if (extra.empty()) {
+    message.push_back(static_cast<char>(kNull));
+  } else {
+    message += extra;
+  }
+  return sha256_of(message);
+}
+
+Sequence::Sequence(std::shared_ptr<const Hasher> hasher, std::optional<std::string> cache_salt,
+                   std::optional<std::string> lora, std::vector<Extra> extra)
+    : hasher_(std::move(hasher)),
+      cache_salt_(std::move(cache_salt)),
+      lora_(std::move(lora)),
+      extra_(std::move(extra)) {}
+
+const Digest* Sequence::digests(int64_t count) {
+  const int block_size = hasher_->block_size();
+  const std::vector<ExtraKey> no_keys;
+  const std::string no_extra;
+  if (static_cast<size_t>(count) > digests_.capacity()) {
+    digests_.reserve(std::max(static_cast<size_t>(count), 2 * digests_.capacity()));
+  }
+  for (int64_t i = static_cast<int64_t>(digests_.size()); i < count; ++i) {
+    const Digest* parent = i > 0 ? &digests_[i - 1] : nullptr;
+    const Token* block = tokens_.data() + i * block_size;
+    if (has_extra(i)) {
+      const std::vector<ExtraKey> keys = extra_keys(i);
+      digests_.push_back(hasher_->hash(parent, block, keys, encode(keys)));
+    } else {
+      digests_.push_back(hasher_->hash(parent, block, no_keys, no_extra));
+    }
+  }
+  return digests_.data();
+}
+
+bool Sequence::has_extra(int64_t block) const {
+  return lora_.has_value() || !extra_.empty() || (block == 0 && cache_salt_.has_value());
+}
+
+std::vector<ExtraKey> Sequence::extra_keys(int64_t block) const {
+  const int64_t start = block * hasher_->block_size(), stop = start + hasher_->block_size();
+  std::vector<ExtraKey> keys;
+  if (lora_) keys.push_back({"lora", *lora_});
+  for (const Extra& extra : extra_) {
+    if (extra.start < stop && extra.stop > start) {
+      keys.push_back({extra.content_hash, "", extra.start - start, true});
+    }
+  }
+  if (block == 0 && cache_salt_) keys.push_back({"cache_salt", *cache_salt_});
+  return keys;
+}
+
+std::string Sequence::extra_cbor(int64_t block) const {
+  return has_extra(block) ? encode(extra_keys(block)) : std::string();
+}
+
+int64_t Sequence::shared_prefix(const Sequence& other) const {
+  if (lora_ != other.lora_ || cache_salt_ != other.cache_salt_) return 0;
+  const int64_t most = std::min(num_tokens(), other.num_tokens());
+  int64_t shared = std::mismatch(tokens_.begin(), tokens_.begin() + most, other.tokens_.begin()).first -
+                   tokens_.begin();
+  // An extra that only one of them has parts them where it begins.
+  const auto limit = [&shared](const std::vector<Extra>& mine, const std::vector<Extra>& theirs) {
+    for (const Extra& extra : mine) {
+      const bool same = std::any_of(theirs.begin(), theirs.end(), [&extra](const Extra& it) {
+        return it.start == extra.start && it.stop == extra.stop &&
+               it.content_hash == extra.content_hash;
+      });
+      if (!same) shared = std::min(shared, std::max<int64_t>(extra.start, 0));
+    }
+  };
+  limit(extra_, other.extra_);
+  limit(other.extra_, extra_);
+  return shared;
+}
+
+}  // namespace prefixkv

@@ -1,0 +1,96 @@
+// From a block's content to the blocks that hold its K/V.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "block_pool.h"
+#include "hash.h"
+
+namespace prefixkv {
+
+using EntryId = int32_t;
+
+// One entry for each content, that is for each (parent entry, tokens, extra keys). It lives while a
+// block holds that content or a longer content extends it. Blocks with equal content are listed in
+// the order in which they were added; the first serves hits.
+//
+// An open-addressing table (linear probing, deletion by shifting back) finds entries by digest. With
+// xxh3 a digest only narrows the search: parent, tokens and extra keys are compared too, so a
+// collision cannot serve another's K/V. Parents make groups differ: group g's first blocks have the
+// parent root(g).
+class HashIndex {
+ public:
+  static constexpr EntryId kNone = INT32_MIN;
+  static EntryId root(int group) { return -1 - group; }
+
+  HashIndex(int32_t num_blocks, std::shared_ptr<const Hasher> hasher);
+
+  // What is looked up: the content of one block.
+  struct Content {
+    EntryId parent;
+    const Digest& digest;
+    const Token* tokens;
+    const std::string& extra;
+  };
+
+  EntryId find(const Content& content) const;
+  EntryId find_or_add(const Content& content);
+  // Brings the first cache line of a later find.
+  void prefetch(const Digest& digest) const { __builtin_prefetch(&slots_[home(tag_of(digest))]); }
+
+  const Digest& digest(EntryId entry) const { return entries_[entry].digest; }
+  // The block that serves hits, or -1.
+  BlockId block_of(EntryId entry) const { return entries_[entry].first_block; }
+  // The entry of a cached block, or kNone of a blank one.
+  EntryId entry_of(BlockId block) const { return block_entry_[block]; }
+  bool is_cached(BlockId block) const { return block_entry_[block] != kNone; }
+
+  // Makes a blank block findable as the entry's content.
+  void add_block(EntryId entry, BlockId block);
+  // Makes a cached block blank; entries that nothing refers to any more go with it.
+  void remove_block(BlockId block);
+
+  void check() const;
+
+ private:
+  struct Entry {
+    Digest digest;
+    EntryId parent = kNone;
+    int32_t num_children = 0;
+    BlockId first_block = -1;
+    uint32_t tag = 0;
+  };
+  struct Slot {
+    uint32_t tag;
+    EntryId entry;  // kNone when empty
+  };
+
+  static uint32_t tag_of(const Digest& digest) {
+    return static_cast<uint32_t>(digest.word[0] ^ (digest.word[0] >> 32));
+  }
+  size_t home(uint32_t tag) const { return tag & slot_mask_; }
+  bool equals(EntryId entry, const Content& content) const;
+  EntryId add(const Content& content);
+  void insert_slot(uint32_t tag, EntryId entry);
+  void erase_slot(EntryId entry);
+  void grow_slots();
+  void release(EntryId entry);
+
+  std::shared_ptr<const Hasher> hasher_;
+  std::vector<Slot> slots_;
+  size_t slot_mask_;
+  std::vector<Entry> entries_;
+  std::vector<EntryId> unused_;  // indices in entries_ free for reuse
+  std::vector<Token> tokens_;    // of entry e at e * block_size; empty if digests are proof enough
+  std::unordered_map<EntryId, std::string> extra_;  // of the few entries that have extra keys
+  std::vector<EntryId> block_entry_;
+  // Blocks of one entry form a ring; its first block's predecessor is its last.
+  std::vector<BlockId> next_same_;
+  std::vector<BlockId> prev_same_;
+};
+
+}  // namespace prefixkv

@@ -1,0 +1,199 @@
+"""The engine behind asyncio: one thread computes, any number of coroutines wait."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import threading
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from prefixkv.config import EngineOptions
+from prefixkv.engine.engine import Engine, EngineStats, Progress
+from prefixkv.errors import EngineError, PrefixKVError
+from prefixkv.request import RequestOutput, SamplingParams
+
+T = TypeVar("T")
+
+
+class _Stream:
+    """Outputs of one request on their way from the engine's thread to one coroutine."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.loop = asyncio.get_running_loop()
+        self.items: asyncio.Queue[RequestOutput | PrefixKVError] = asyncio.Queue()
+
+
+@dataclass(frozen=True, slots=True)
+class _Add:
+    stream: _Stream
+    prompt: list[int]
+    params: SamplingParams
+    cache_salt: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    request_id: str
+
+
+class AsyncEngine:
+    """Runs an ``Engine`` in a thread of its own.
+
+    The thread alone touches the engine while it runs; coroutines hand it commands, which it takes
+    between two steps.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.options = engine.options
+        self.model_name = engine.model_name
+        self.tokenizer = engine.tokenizer
+        self.max_model_len = engine.max_model_len
+        self.summary = engine.summary
+        self._commands: queue.SimpleQueue[_Add | _Abort | None] = queue.SimpleQueue()
+        self._streams: dict[str, _Stream] = {}  # the thread's own
+        self._ids = itertools.count()
+        self._thread: threading.Thread | None = None
+        self._death: str | None = "the engine was not started"
+
+    @classmethod
+    def from_options(cls, options: EngineOptions, progress: Progress | None = None) -> AsyncEngine:
+        """Load the model and build the engine; blocks, and raises what ``Engine`` raises."""
+        return cls(Engine(options, progress))
+
+    @property
+    def is_alive(self) -> bool:
+        return self._death is None
+
+    async def start(self) -> None:
+        """Start the engine's thread; does nothing if it runs."""
+        if self._thread is None:
+            self._death = None
+            self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+            self._thread.start()
+
+    async def stop(self) -> None:
+        """End all requests as aborted and join the thread."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._commands.put(None)
+            await asyncio.to_thread(thread.join)
+
+    async def generate(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[RequestOutput]:
+        """Pieces of the output as they come; the last has a ``finish_reason``.
+
+        Closing the iterator, or cancelling the task that waits on it, aborts the request.
+
+        Raises:
+            RequestError, ContextLengthError: it cannot be served; before the first piece.
+            EngineError: the engine is not running, or stopped meanwhile.
+        """
+        if self._death is not None:
+            raise EngineError(self._death)
+        self.engine.validate(prompt, params, cache_salt)
+        stream = _Stream(request_id or f"async-{next(self._ids)}")
+        self._commands.put(_Add(stream, prompt, params, cache_salt))
+        finished = False
+        try:
+            while not finished:
+                item = await stream.items.get()
+                finished = isinstance(item, PrefixKVError) or item.finished
+                if isinstance(item, PrefixKVError):
+                    raise item
+                yield item
+        finally:
+            if not finished:
+                self._commands.put(_Abort(stream.request_id))
+
+    def stats(self) -> EngineStats:
+        """Counts and totals; may be called from any thread."""
+        return self.engine.stats()
+
+    def _run(self) -> None:
+        try:
+            while self._take_commands():
+                self._deliver(self.engine.step())
+            self._death = "the engine was stopped"
+        except Exception as error:  # a fault of ours: tell every waiter rather than hang it
+            self._death = f"the engine failed: {type(error).__name__}: {error}"
+            raise
+        finally:
+            self._end_all()
+
+    def _take_commands(self) -> bool:
+        """Carry out what has been asked; waits while there is nothing else to do. False to stop."""
+        while True:
+            try:
+                command = self._commands.get(block=not self.engine.has_work)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            if isinstance(command, _Abort):
+                aborted = self.engine.abort(command.request_id)
+                if aborted is not None:
+                    self._deliver([aborted])
+            else:
+                self._add(command)
+
+    def _add(self, command: _Add) -> None:
+        stream = command.stream
+        try:
+            self.engine.add(
+                command.prompt,
+                command.params,
+                request_id=stream.request_id,
+                cache_salt=command.cache_salt,
+            )
+        except PrefixKVError as error:
+            _post(stream.loop, stream.items.put_nowait, error)
+            return
+        self._streams[stream.request_id] = stream
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput]]] = {}
+        for output in outputs:
+            stream = self._streams[output.request_id]
+            if output.finished:
+                del self._streams[output.request_id]
+            by_loop.setdefault(stream.loop, []).append((stream, output))
+        for loop, items in by_loop.items():
+            _post(loop, _put_all, items)
+
+    def _end_all(self) -> None:
+        error = EngineError(self._death or "the engine stopped")
+        for stream in self._streams.values():
+            self.engine.abort(stream.request_id)
+            _post(stream.loop, stream.items.put_nowait, error)
+        self._streams.clear()
+        while True:  # what came in too late
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                return
+            if isinstance(command, _Add):
+                late = command.stream
+                _post(late.loop, late.items.put_nowait, error)
+
+
+def _put_all(items: list[tuple[_Stream, RequestOutput]]) -> None:
+    for stream, output in items:
+        stream.items.put_nowait(output)
+
+
+def _post(loop: asyncio.AbstractEventLoop, call: Callable[[T], None], argument: T) -> None:
+    try:
+        loop.call_soon_threadsafe(call, argument)
+    except RuntimeError:  # the loop is closed, and with it whoever waited
+        return

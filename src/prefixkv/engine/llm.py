@@ -1,0 +1,127 @@
+"""The Python API: a model and its engine in one object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from prefixkv.config import EngineOptions
+from prefixkv.engine.engine import Engine, Progress
+from prefixkv.errors import ConfigError, RequestError
+from prefixkv.request import RequestOutput, SamplingParams
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A language model with automatic prefix caching.
+
+        llm = LLM()
+        first, second = llm.generate([document + a, document + b], SamplingParams(max_tokens=64))
+        print(second.text, second.num_cached_tokens)
+
+    Args:
+        model: a Hugging Face directory or a GGUF file; None is SmolLM2-135M-Instruct, fetched once.
+        progress: called with (stage, done, total) during long work: fetch, convert, load.
+        **options: the fields of ``EngineOptions``, which are the flags of ``prefixkv serve``.
+
+    Raises:
+        ModelError: the model cannot be found, read or served.
+        ConfigError: an option is unknown, out of its limits, or does not fit the machine.
+    """
+
+    def __init__(
+        self, model: str | Path | None = None, *, progress: Progress | None = None, **options: Any
+    ) -> None:
+        known = EngineOptions.__dataclass_fields__
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            raise ConfigError(
+                f"unknown option {unknown[0]!r}; there are {', '.join(sorted(known))}"
+            )
+        self.engine = Engine(EngineOptions(model=model, **options), progress)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts, all at once; outputs come in the order of the prompts.
+
+        Args:
+            prompts: text or token ids; one prompt or a list of them.
+            params: for all prompts, or one for each; None means the defaults.
+            cache_salt: prefixes are shared only between requests with the same salt.
+
+        Raises:
+            RequestError, ContextLengthError: a prompt cannot be served; none is then run.
+        """
+        listed = _as_list(prompts)
+        token_ids = [
+            self.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+            for prompt in listed
+        ]
+        return self._run(token_ids, _params_for(params, len(listed)), cache_salt)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> list[RequestOutput]:
+        """Answer conversations in the model's chat format: one (a list of messages) or several."""
+        one = not messages or isinstance(messages[0], Mapping)
+        conversations = cast(
+            "Sequence[Sequence[Message]]", [messages] if one and messages else messages
+        )
+        token_ids = [
+            self.engine.tokenizer.apply_chat_template([dict(message) for message in conversation])
+            for conversation in conversations
+        ]
+        return self._run(token_ids, _params_for(params, len(token_ids)), cache_salt)
+
+    def _run(
+        self, prompts: list[list[int]], params: list[SamplingParams], cache_salt: str | None
+    ) -> list[RequestOutput]:
+        engine = self.engine
+        for prompt, each in zip(prompts, params, strict=True):
+            engine.validate(prompt, each, cache_salt)
+        outputs: dict[str, RequestOutput] = {}
+        for prompt, each in zip(prompts, params, strict=True):
+            request_id = engine.add(prompt, each, cache_salt=cache_salt)
+            outputs[request_id] = RequestOutput(request_id)
+        try:
+            while engine.has_work:
+                for piece in engine.step():
+                    outputs[piece.request_id].extend(piece)
+        finally:  # an interrupt leaves nothing behind
+            for request_id in outputs:
+                engine.abort(request_id)
+        return list(outputs.values())
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(item, int) for item in items):
+        return [cast("list[int]", items)]
+    return cast("list[Prompt]", items)
+
+
+def _params_for(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise RequestError(
+            f"there are {len(params)} params for {count} prompts; give one, or one for each",
+            param="params",
+        )
+    return list(params)

@@ -1,0 +1,160 @@
+"""The `hash` manager refuses what is wrong, and is as before then. Native and twin alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from managers import MAKERS, Make, admit, fill, shape, state
+from prefixkv.cache import make_cache
+from prefixkv.errors import CacheError, ConfigError, StaleHitError
+
+
+@pytest.fixture(params=MAKERS)
+def make(request: pytest.FixtureRequest) -> Make:
+    return MAKERS[request.param]
+
+
+def test_a_hit_whose_block_was_evicted_is_stale(make: Make) -> None:
+    cache = make(num_blocks=3, block_size=4)
+    cache.free(fill(cache, range(12)))
+    seq = cache.sequence([*range(12), 99])
+    hit = cache.lookup(seq)
+    cache.allocate(cache.table(), 4)  # evicts the deepest block of the hit
+    table = cache.table()
+    before = state(cache), shape(table)
+    with pytest.raises(StaleHitError):
+        cache.allocate(table, 13, hit)
+    assert (state(cache), shape(table)) == before
+
+
+def test_a_hit_whose_block_holds_something_else_now_is_stale(make: Make) -> None:
+    cache = make(num_blocks=2, block_size=4)
+    cache.free(fill(cache, range(4)))
+    hit = cache.lookup(cache.sequence(range(5)))
+    fill(cache, range(50, 58))
+    with pytest.raises(StaleHitError):
+        cache.allocate(cache.table(), 5, hit)
+
+
+def test_a_hit_is_stale_after_a_reset(make: Make) -> None:
+    cache = make(num_blocks=2, block_size=4)
+    cache.free(fill(cache, range(4)))
+    hit = cache.lookup(cache.sequence(range(5)))
+    cache.reset()
+    with pytest.raises(StaleHitError):
+        cache.allocate(cache.table(), 5, hit)
+
+
+def test_a_hit_outlasts_the_eviction_of_other_blocks(make: Make) -> None:
+    cache = make(num_blocks=3, block_size=4)
+    cache.free(fill(cache, range(50, 54)))  # 0, evicted below
+    cache.free(fill(cache, range(8)))  # 1, 2
+    seq = cache.sequence([*range(8), 9])
+    hit = cache.lookup(seq)
+    evictor = cache.table()
+    assert cache.allocate(evictor, 4).new_blocks == [0]
+    cache.free(evictor)
+    table = cache.table()
+    cache.allocate(table, 9, hit)
+    assert table.blocks == [1, 2, 0]
+
+
+class Scene:
+    """A manager in use, for a misuse to be tried on."""
+
+    def __init__(self, make: Make) -> None:
+        self.cache = make(num_blocks=8, block_size=4, num_groups=2)
+        self.other = make(num_blocks=8, block_size=4, num_groups=2)
+        self.freed = fill(self.cache, range(8))
+        self.cache.free(self.freed)
+        self.seq = self.cache.sequence([*range(8), 50, 51, 52])
+        self.hit = self.cache.lookup(self.seq)
+        self.table = admit(self.cache, self.seq, 10)  # 8 tokens computed
+        self.blank = self.cache.table()  # the same room, nothing computed
+        self.cache.allocate(self.blank, 10)
+
+
+MISUSES: dict[str, Callable[[Scene], object]] = {
+    "free twice": lambda s: s.cache.free(s.freed),
+    "allocate a freed table": lambda s: s.cache.allocate(s.freed, 8),
+    "commit a freed table": lambda s: s.cache.commit(s.freed, s.seq, 8),
+    "free another's table": lambda s: s.cache.free(s.other.table()),
+    "allocate another's table": lambda s: s.cache.allocate(s.other.table(), 4),
+    "commit another's table": lambda s: s.cache.commit(s.other.table(), s.seq, 0),
+    "look up another's sequence": lambda s: s.cache.lookup(s.other.sequence(range(9))),
+    "commit another's sequence": lambda s: s.cache.commit(s.table, s.other.sequence(range(9)), 8),
+    "use another's hit": lambda s: s.cache.allocate(
+        s.cache.table(), 9, s.other.lookup(s.other.sequence(range(9)))
+    ),
+    "commit less than before": lambda s: s.cache.commit(s.table, s.seq, 7),
+    "commit more than there is room for": lambda s: s.cache.commit(s.table, s.seq, 11),
+    "commit more than the sequence has": lambda s: s.cache.commit(
+        s.blank, s.cache.sequence(range(6)), 7
+    ),
+    "commit a negative number": lambda s: s.cache.commit(s.blank, s.seq, -1),
+    "shrink": lambda s: s.cache.allocate(s.table, 9),
+    "allocate a negative number": lambda s: s.cache.allocate(s.cache.table(), -1),
+    "a hit for a table in use": lambda s: s.cache.allocate(s.table, 10, s.hit),
+    "a hit for a table of another group": lambda s: s.cache.allocate(
+        s.cache.table(group=1), 10, s.hit
+    ),
+    "less room than the hit covers": lambda s: s.cache.allocate(s.cache.table(), 7, s.hit),
+    "look up in no group": lambda s: s.cache.lookup(s.seq, 2),
+    "look up in a negative group": lambda s: s.cache.lookup(s.seq, -1),
+    "a table of no group": lambda s: s.cache.table(group=2),
+    "a block below the first": lambda s: s.cache.block(-1),
+    "a block beyond the last": lambda s: s.cache.block(8),
+    "an extra that covers nothing": lambda s: s.cache.sequence([1], extra=[(3, 3, b"")]),
+    "an extra that begins before the first token": lambda s: s.cache.sequence(
+        [1], extra=[(-1, 3, b"")]
+    ),
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_misuse_raises_and_changes_nothing(make: Make, misuse: str) -> None:
+    scene = Scene(make)
+    before = state(scene.cache), shape(scene.table), shape(scene.blank)
+    with pytest.raises(CacheError):
+        MISUSES[misuse](scene)
+    assert (state(scene.cache), shape(scene.table), shape(scene.blank)) == before
+    scene.cache.commit(scene.table, scene.seq, 10)  # and it can go on
+    scene.cache.free(scene.table)
+
+
+@pytest.mark.parametrize("name", [name for name in MAKERS if name != "colliding"])
+@pytest.mark.parametrize("from_hit", [True, False])
+def test_a_table_is_not_committed_with_another_sequence(name: str, from_hit: bool) -> None:
+    """Told by the hash of the last cached block, so not where hashes are made to collide."""
+    cache = MAKERS[name](num_blocks=8, block_size=4)
+    earlier = fill(cache, range(8)) if from_hit else None
+    seq = cache.sequence(range(9))
+    table = admit(cache, seq, 12)
+    cache.commit(table, seq, 9)
+    before = state(cache), shape(table)
+    with pytest.raises(CacheError, match="sequence"):
+        cache.commit(table, cache.sequence(range(90, 102)), 12)
+    assert (state(cache), shape(table)) == before
+    del earlier
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("num_blocks", 0),
+        ("num_blocks", -1),
+        ("num_blocks", 2**31),
+        ("block_size", 0),
+        ("block_size", 1025),
+        ("num_groups", 0),
+        ("hash_algorithm", "md5"),
+        ("system", "tree"),
+    ],
+)
+def test_an_option_out_of_its_limits_is_named(option: str, value: object) -> None:
+    options: dict[str, Any] = {"num_blocks": 4, option: value}
+    with pytest.raises(ConfigError, match=f"{option}.*{value}"):
+        make_cache(**options)
