@@ -31,6 +31,9 @@ const LinearKernels& linear_kernels() {
 
 namespace {
 
+// Rows of y in a task, at most: more would not stay in the second-level cache between blocks of k.
+constexpr int64_t kTaskRows = 256;
+
 // Tasks a thread: enough that an uneven machine evens out, few enough that claiming costs nothing.
 constexpr int64_t kTasksPerThread = 4;
 
@@ -179,10 +182,10 @@ void PackedLinear::multiply(const float* x, int64_t x_stride, int64_t m, float* 
     kernels_.pack_tiles(product, packed, tiles, part(task, pack_tasks, tiles));
   });
   // Cut by panels, so that each weight is read by one thread; by tiles only if there are too few
-  // panels, or more rows than the second-level cache holds of a block of k.
+  // panels or too many rows.
   const int64_t wanted = threads * kTasksPerThread;
   const int64_t columns = std::min(panels_, wanted);
-  const int64_t rows = std::min(tiles, std::max(ceil_div(wanted, columns), ceil_div(m, 512)));
+  const int64_t rows = std::min(tiles, std::max(ceil_div(wanted, columns), ceil_div(m, kTaskRows)));
   pool.run(columns * rows, [&](int64_t task) {
     kernels_.multiply_tiles(product, packed, tiles, part(task / columns, rows, tiles),
                             part(task % columns, columns, panels_));

@@ -26,6 +26,9 @@ constexpr int kFewRows = 4;
 // k is taken in blocks, so that a panel's block (32 KiB) stays in L1 while the tiles of x pass by.
 constexpr int64_t kBlock = 256;
 
+// Panels that walk the blocks together, so that their part of y stays in the second-level cache.
+constexpr int64_t kGroup = 8;
+
 // From so many tiles on, widening a bfloat16 block once costs less than doing it for each tile.
 constexpr int64_t kWidenTiles = 5;
 
@@ -163,15 +166,59 @@ void multiply_few(const Product& product, Range panels) {
 
 // ---- many rows: x packed in tiles, k in blocks, sums carried from block to block in y
 
+Range block_of(int64_t k, int64_t index) {
+  const int64_t blocks = (k + kBlock - 1) / kBlock;
+  return {index * k / blocks, (index + 1) * k / blocks};
+}
+
+// Packed x: block after block, in it tile after tile, each k-major.
+inline int64_t packed_offset(const Product& product, Range block, int64_t first_row) {
+  return block.begin * product.m + first_row * (block.end - block.begin);
+}
+
+typedef float quad __attribute__((vector_size(16)));
+typedef float quad_u __attribute__((vector_size(16), aligned(4), may_alias));
+
+// out[i * out_stride + r] = x[r * x_stride + i] for r, i < 4
+inline void transpose(const float* x, int64_t x_stride, float* out, int64_t out_stride) {
+  quad row[4];
+  for (int r = 0; r < 4; ++r) row[r] = *reinterpret_cast<const quad_u*>(x + r * x_stride);
+  const quad a = __builtin_shufflevector(row[0], row[1], 0, 4, 1, 5);
+  const quad b = __builtin_shufflevector(row[2], row[3], 0, 4, 1, 5);
+  const quad c = __builtin_shufflevector(row[0], row[1], 2, 6, 3, 7);
+  const quad d = __builtin_shufflevector(row[2], row[3], 2, 6, 3, 7);
+  const quad column[4] = {__builtin_shufflevector(a, b, 0, 1, 4, 5),
+                          __builtin_shufflevector(a, b, 2, 3, 6, 7),
+                          __builtin_shufflevector(c, d, 0, 1, 4, 5),
+                          __builtin_shufflevector(c, d, 2, 3, 6, 7)};
+  for (int i = 0; i < 4; ++i) *reinterpret_cast<quad_u*>(out + i * out_stride) = column[i];
+}
+
+void pack_tile(const float* x, int64_t x_stride, int64_t rows, int64_t depth, float* out) {
+  int64_t r = 0;
+  for (; r + 4 <= rows; r += 4) {
+    int64_t i = 0;
+    for (; i + 4 <= depth; i += 4) {
+      transpose(x + r * x_stride + i, x_stride, out + i * rows + r, rows);
+    }
+    for (; i < depth; ++i) {
+      for (int64_t j = r; j < r + 4; ++j) out[i * rows + j] = x[j * x_stride + i];
+    }
+  }
+  for (; r < rows; ++r) {
+    for (int64_t i = 0; i < depth; ++i) out[i * rows + r] = x[r * x_stride + i];
+  }
+}
+
 void pack_tiles(const Product& product, float* packed, int64_t tiles, Range some) {
-  const int64_t k = product.k;
   for (int64_t tile = some.begin; tile < some.end; ++tile) {
     const int64_t begin = product.tile_begin(tile, tiles);
-    const int64_t height = product.tile_begin(tile + 1, tiles) - begin;
-    float* out = packed + begin * k;
-    for (int64_t r = 0; r < height; ++r) {
-      const float* row = product.x + (begin + r) * product.x_stride;
-      for (int64_t i = 0; i < k; ++i) out[i * height + r] = row[i];
+    const int64_t rows = product.tile_begin(tile + 1, tiles) - begin;
+    const float* x = product.x + begin * product.x_stride;
+    for (int64_t b = 0; b * kBlock < product.k; ++b) {
+      const Range block = block_of(product.k, b);
+      pack_tile(x + block.begin, product.x_stride, rows, block.end - block.begin,
+                packed + packed_offset(product, block, begin));
     }
   }
 }
@@ -246,6 +293,11 @@ struct Piece {
   Range block;
 
   int64_t depth() const { return block.end - block.begin; }
+
+  template <typename W>
+  const W* weight() const {
+    return static_cast<const W*>(product.weight) + (panel * product.k + block.begin) * kPanel;
+  }
 };
 
 // `w` is the block; `next` is fetched ahead as the tiles pass by, if there are several.
@@ -259,8 +311,8 @@ void multiply_piece(const Piece& piece, const W* w, const char* next, int64_t ne
     const int64_t fetched = (tile - piece.some.begin) * piece.depth() * kCacheLine;
     const bool more = fetched < next_bytes;
     TileStep<W> step;
-    step.walk = {piece.packed + begin * k + piece.block.begin * rows, 0, w, 0, piece.depth(),
-                 more ? next + fetched : next, more ? kCacheLine : 0};
+    step.walk = {piece.packed + packed_offset(product, piece.block, begin), 0, w, 0,
+                 piece.depth(), more ? next + fetched : next, more ? kCacheLine : 0};
     step.bias = product.bias != nullptr && piece.block.end == k ? product.bias + column : nullptr;
     step.y = product.y + begin * product.n + column;
     step.y_stride = product.n;
@@ -271,15 +323,12 @@ void multiply_piece(const Piece& piece, const W* w, const char* next, int64_t ne
 }
 
 template <typename W>
-void multiply_piece(const Piece& piece, int64_t last_panel) {
-  const int64_t k = piece.product.k, size = piece.depth() * kPanel;
-  const int64_t tiles = piece.some.end - piece.some.begin;
-  const W* w = static_cast<const W*>(piece.product.weight) +
-               (piece.panel * k + piece.block.begin) * kPanel;
+void multiply_piece(const Piece& piece, const Piece& following) {
+  const int64_t tiles = piece.some.end - piece.some.begin, size = piece.depth() * kPanel;
+  const W* w = piece.weight<W>();
   if (tiles == 1) return multiply_piece<Ahead::kOwn>(piece, w, nullptr, 0);
-  const bool last = piece.panel == last_panel;
-  const char* next = reinterpret_cast<const char*>(last ? w : w + k * kPanel);
-  const int64_t next_bytes = last ? 0 : size * static_cast<int64_t>(sizeof(W));
+  const char* next = reinterpret_cast<const char*>(following.weight<W>());
+  const int64_t next_bytes = following.depth() * kPanel * static_cast<int64_t>(sizeof(W));
   if (sizeof(W) == sizeof(float) || tiles < kWidenTiles) {
     return multiply_piece<Ahead::kNext>(piece, w, next, next_bytes);
   }
@@ -295,15 +344,24 @@ void multiply_piece(const Piece& piece, int64_t last_panel) {
 
 void multiply_tiles(const Product& product, const float* packed, int64_t tiles, Range some,
                     Range panels) {
-  const int64_t k = product.k, blocks = (k + kBlock - 1) / kBlock;
-  for (int64_t b = 0; b < blocks; ++b) {
-    const Range block{b * k / blocks, (b + 1) * k / blocks};
-    for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
-      const Piece piece{product, packed, tiles, some, panel, block};
-      if (product.bfloat16) {
-        multiply_piece<uint16_t>(piece, panels.end - 1);
-      } else {
-        multiply_piece<float>(piece, panels.end - 1);
+  const int64_t blocks = (product.k + kBlock - 1) / kBlock;
+  const auto piece = [&](int64_t panel, int64_t b) {
+    return Piece{product, packed, tiles, some, panel, block_of(product.k, b)};
+  };
+  for (int64_t begin = panels.begin; begin < panels.end; begin += kGroup) {
+    const int64_t end = min(begin + kGroup, panels.end);
+    for (int64_t b = 0; b < blocks; ++b) {
+      for (int64_t panel = begin; panel < end; ++panel) {
+        const Piece now = piece(panel, b);
+        const Piece next = panel + 1 < end    ? piece(panel + 1, b)
+                           : b + 1 < blocks   ? piece(begin, b + 1)
+                           : end < panels.end ? piece(end, 0)
+                                              : now;
+        if (product.bfloat16) {
+          multiply_piece<uint16_t>(now, next);
+        } else {
+          multiply_piece<float>(now, next);
+        }
       }
     }
   }
