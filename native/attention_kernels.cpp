@@ -117,10 +117,10 @@ inline void pack_pairs(float* out, const CacheTile<uint16_t>& tile, int j, int d
   }
 }
 
-// out [head_dim][kTile]
+// out [head_dim][kTile]; columns beyond the keys hold anything, and no row sees them.
 template <typename T>
-void pack_k(float* out, const CacheTile<T>& tile, int head_dim) {
-  for (int j = 0; j < kTile; j += kWidth) {
+void pack_k(float* out, const CacheTile<T>& tile, int keys, int head_dim) {
+  for (int j = 0; j < keys; j += kWidth) {
     int d = 0;
     if constexpr (sizeof(T) == 2) {
       for (; d + 2 * kWidth <= head_dim; d += 2 * kWidth) pack_pairs(out, tile, j, d);
@@ -294,7 +294,7 @@ void attend_tile(const SegmentArgs& args, const Scratch& scratch, const V& value
   }
 }
 
-// Element offsets of the tile's keys; those beyond key_end repeat the last one and are never used.
+// Element offsets of the tile's keys, whose number it returns; beyond key_end the last one repeats.
 int locate(const SegmentArgs& args, int64_t key, int64_t* offsets) {
   const int64_t left = args.key_end - key;
   const int keys = left < kTile ? static_cast<int>(left) : kTile;
@@ -336,7 +336,7 @@ void segment(const SegmentArgs& args) {
       const int64_t first = static_cast<int64_t>(head) * d;
       const CacheTile<T> k{static_cast<const T*>(args.k) + first, here, next};
       const CacheTile<T> v{static_cast<const T*>(args.v) + first, here, next};
-      pack_k(scratch.k, k, d);
+      pack_k(scratch.k, k, keys, d);
       if (copy_v) {
         pack_v(scratch.v, v, keys, d, args.padded_dim);
         attend_tile(args, scratch, PackedRows{scratch.v, args.padded_dim}, head, key);

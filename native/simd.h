@@ -23,7 +23,7 @@ typedef uint16_t vhalf __attribute__((vector_size(PREFIXKV_WIDTH * 2)));
 typedef float vfloat_u __attribute__((vector_size(PREFIXKV_WIDTH * 4), aligned(4), may_alias));
 typedef uint16_t vhalf_u __attribute__((vector_size(PREFIXKV_WIDTH * 2), aligned(2), may_alias));
 
-static inline vfloat splat(float x) { return vfloat{} + x; }
+static inline vfloat splat(float x) { return x - vfloat{}; }
 
 static inline vfloat load(const float* p) { return *reinterpret_cast<const vfloat_u*>(p); }
 

@@ -17,7 +17,7 @@ from prefixkv import _core
 from prefixkv.errors import ConfigError
 from prefixkv.model.attention import PagedAttention, StepLayout
 
-NUM_BLOCKS_OF_TOKENS = 4096
+POOL_TOKENS = 4096
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -49,7 +49,7 @@ def make_attention(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        num_blocks=NUM_BLOCKS_OF_TOKENS // block_size,
+        num_blocks=POOL_TOKENS // block_size,
         block_size=block_size,
         dtype=dtype,
         backend=backend,
@@ -71,9 +71,7 @@ def make_prompts(
 ) -> list[Prompt]:
     """The same tokens for a seed, in blocks placed at random."""
     generator = torch.Generator().manual_seed(seed)
-    blocks = np.random.default_rng(seed + block_size).permutation(
-        NUM_BLOCKS_OF_TOKENS // block_size
-    )
+    blocks = np.random.default_rng(seed + block_size).permutation(POOL_TOKENS // block_size)
     free = blocks.tolist()
     prompts = []
     for n in lengths:

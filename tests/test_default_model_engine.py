@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from harness import Answer, Ask, Bench, same_bits
-from prefixkv.model.default_model import default_model_directory
+from prefixkv.model.default_model import wheel_model_directory
 from prefixkv.model.loader import load_model
 
 pytestmark = pytest.mark.model
@@ -107,7 +107,7 @@ def test_a_hit_never_changes_an_answer_at_length(dtype: str, setting: dict[str, 
 def theirs() -> Any:
     from transformers import AutoModelForCausalLM
 
-    directory = default_model_directory(None)
+    directory = wheel_model_directory()
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 

@@ -16,9 +16,10 @@ SOURCE = Path(__file__).parent.parent / "src" / "prefixkv"
 # "prefixkv" is the package's own __init__, its public face.
 LAYERS = """
     __main__ -> cli
-    cli      -> server page cluster prefixkv
+    cli      -> server page cluster demo prefixkv
+    demo     -> prefixkv
     cluster  -> server
-    server   -> engine
+    server   -> engine prefixkv
     page     -> replay engine
     replay   -> engine
     prefixkv -> engine

@@ -11,7 +11,12 @@ import pytest
 import torch
 
 from prefixkv.model.attention import PagedAttention, StepLayout
+from prefixkv.model.config import RopeConfig
+from prefixkv.model.llama import Llama
 from prefixkv.model.loader import LoadedModel, load_model
+from prefixkv.model.ops import TorchOps
+from prefixkv.model.rope import rope_frequencies
+from prefixkv.model.weights import HuggingFaceWeights, WeightReader
 from tiny_model import random_tokens, write_tiny_gguf, write_tiny_model
 
 BLOCK_SIZE = 16
@@ -219,10 +224,6 @@ def test_greedy_continuations_are_not_constant(tmp_path: Path) -> None:
 
 
 def test_torch_ops_give_the_same_logits(tmp_path: Path) -> None:
-    from prefixkv.model.llama import Llama
-    from prefixkv.model.ops import TorchOps
-    from prefixkv.model.weights import HuggingFaceWeights, WeightReader
-
     loaded = load_model(write_tiny_model(tmp_path), dtype="float32")
     reader = WeightReader(HuggingFaceWeights(tmp_path))
     plain = Llama(loaded.config, TorchOps("cpu", torch.float32), reader)
@@ -238,6 +239,17 @@ def test_a_gguf_file_gives_the_logits_of_its_directory(tmp_path: Path, architect
     path = write_tiny_gguf(tmp_path / "tiny.gguf", directory)
     one, other = load_model(directory, dtype="float32"), load_model(path, dtype="float32")
     tokens = random_tokens(60, one.tokenizer.vocab_size)
+    torch.testing.assert_close(logits_of(one, tokens), logits_of(other, tokens), atol=1e-4, rtol=0)
+
+
+def test_rope_divisors_of_a_gguf_file_are_the_llama3_scaling(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path / "hf", rope_scaling=ROPE_SCALINGS["llama3"])
+    one = load_model(directory, dtype="float32")
+    scaled, _ = rope_frequencies(one.config.rope, one.config.head_dim)
+    plain, _ = rope_frequencies(RopeConfig(one.config.rope.theta), one.config.head_dim)
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", directory, rope_divisors=plain / scaled)
+    other = load_model(path, dtype="float32")
+    tokens = random_tokens(200, one.tokenizer.vocab_size)
     torch.testing.assert_close(logits_of(one, tokens), logits_of(other, tokens), atol=1e-4, rtol=0)
 
 

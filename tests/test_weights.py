@@ -149,18 +149,6 @@ def test_gguf_rope_scaling_is_read(tmp_path: Path, metadata: dict[str, float], k
     assert (rope.kind, rope.factor) == (kind, 4.0)
 
 
-def test_gguf_rope_divisors_are_the_llama3_scaling() -> None:
-    """llama.cpp's converter stores the llama3 scaling as one divisor a frequency."""
-    from prefixkv.model.config import RopeConfig
-    from prefixkv.model.rope import rope_frequencies
-
-    llama3 = RopeConfig(10000.0, "llama3", 8.0, high_freq_factor=4.0, original_max_positions=64)
-    plain, _ = rope_frequencies(RopeConfig(10000.0), 64)
-    scaled, _ = rope_frequencies(llama3, 64)
-    divisors = RopeConfig(10000.0, "divisors", divisors=tuple((plain / scaled).tolist()))
-    torch.testing.assert_close(rope_frequencies(divisors, 64)[0], scaled)
-
-
 # --- Errors ---
 
 

@@ -190,11 +190,12 @@ def write_tiny_gguf(
     *,
     pre: str = "gpt-2",
     metadata: dict[str, int | float | bool | str] | None = None,
+    rope_divisors: Tensor | None = None,
 ) -> Path:
     """Writes the model of a directory as a GGUF file, as llama.cpp's converter does.
 
     Matrices get ``tensor_type``, vectors stay float32. ``metadata`` is added under the
-    architecture's prefix.
+    architecture's prefix, ``rope_divisors`` is how the converter writes a llama3 rope scaling.
     """
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     # Mistral's files say llama; both have q and k rows in the order that llama.cpp rotates.
@@ -216,6 +217,8 @@ def write_tiny_gguf(
         add = {int: writer.add_uint32, float: writer.add_float32, bool: writer.add_bool}
         add.get(type(value), writer.add_string)(f"{architecture}.{key}", value)
     _add_tokenizer(writer, pre)
+    if rope_divisors is not None:
+        writer.add_tensor("rope_freqs.weight", rope_divisors.numpy())
     names = gguf.get_tensor_name_map(
         {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2}.get(
             architecture, gguf.MODEL_ARCH.QWEN3

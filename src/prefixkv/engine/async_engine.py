@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -90,7 +90,7 @@ class AsyncEngine:
         *,
         request_id: str | None = None,
         cache_salt: str | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput]:
         """Pieces of the output as they come; the last has a ``finish_reason``.
 
         Closing the iterator, or cancelling the task that waits on it, aborts the request.

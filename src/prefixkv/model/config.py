@@ -14,6 +14,8 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn", "divisors")
 
 _MAX_POSITIONS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 _MISTRAL_WINDOW = 4096
+# Rotary tables are made for every position; more than any model has is a corrupt number.
+_LONGEST_CONTEXT = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,11 @@ def parse_config(config: Mapping[str, Any], where: str) -> ModelConfig:
     max_position_embeddings = _positive_int(
         config, "max_position_embeddings", where, default=_MAX_POSITIONS[architecture]
     )
+    if max_position_embeddings > _LONGEST_CONTEXT:
+        raise ModelError(
+            f"{where}: max_position_embeddings = {max_position_embeddings}; "
+            f"at most {_LONGEST_CONTEXT} are supported"
+        )
     rope = _parse_rope(config, head_dim, max_position_embeddings, where)
     if rope.kind == "yarn":
         stretched = int(rope.original_max_positions * rope.factor)

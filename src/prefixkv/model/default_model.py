@@ -217,8 +217,9 @@ def _is_intact(directory: Path) -> bool:
         return False
     try:
         files = read_json(manifest)["files"]
-        return all(_fingerprint(directory / name) == value for name, value in files.items())
-    except (ModelError, OSError, KeyError, AttributeError):
+        found = {name: _fingerprint(directory / name) for name in files}
+        return "config.json" in found and found == files
+    except (ModelError, OSError, KeyError, TypeError):
         return False
 
 

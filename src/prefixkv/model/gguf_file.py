@@ -8,7 +8,6 @@ file; the `gguf` library's dequantisers are used as they are.
 import math
 import os
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -182,12 +181,13 @@ class _Header:
             return self.string()
         if kind == _ARRAY:
             item, count = self.scalar("<I"), self.scalar("<Q")
+            if item not in _SCALARS and item != _STRING:
+                raise ModelError(f"{self._path}: metadata list of type {item} is not supported")
             if item in _SCALARS:
                 format_ = _SCALARS[item]
                 data = self._bytes(count * struct.calcsize(format_))
                 return list(struct.unpack(f"<{count}{format_[1]}", data))
-            read: Callable[[], Any] = self.string if item == _STRING else lambda: self.value(item)
-            return [read() for _ in range(count)]
+            return [self.string() for _ in range(count)]
         if kind not in _SCALARS:
             raise ModelError(f"{self._path}: metadata value of unknown type {kind}; corrupt header")
         return self.scalar(_SCALARS[kind])

@@ -51,19 +51,20 @@ def gguf_tokenizer(
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens:
         raise ModelError(f"{where}: has no tokenizer (tokenizer.ggml.tokens)")
-    if kind == "gpt2":
-        tokenizer = _byte_level(metadata, tokens, where)
-        add_bos = metadata.get("tokenizer.ggml.pre") in _LLAMA3
-    elif kind == "llama":
-        tokenizer = _sentencepiece(metadata, tokens, where)
-        add_bos = True
-    else:
+    if kind not in ("gpt2", "llama"):
         raise ModelError(
             f"{where}: tokenizer kind {kind!r} is not supported; supported are 'gpt2' and 'llama'"
         )
-    _add_special_tokens(tokenizer, metadata, tokens)
+    build = _byte_level if kind == "gpt2" else _sentencepiece
     settings = _settings(metadata, tokens)
-    _add_ends(tokenizer, metadata, settings, add_bos)
+    try:
+        tokenizer = build(metadata, tokens, where)
+        _add_special_tokens(tokenizer, metadata, tokens)
+        _add_ends(tokenizer, metadata, settings)
+    except ModelError:
+        raise
+    except Exception as error:  # the library raises bare Exception
+        raise ModelError(f"{where}: the tokenizer's metadata are corrupt: {error}") from error
     eos = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     return tokenizer, settings, [i for i in eos if isinstance(i, int)]
 
@@ -184,11 +185,13 @@ def _settings(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
 
 
 def _add_ends(
-    tokenizer: Tokenizer, metadata: Mapping[str, Any], settings: Mapping[str, Any], add_bos: bool
+    tokenizer: Tokenizer, metadata: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> None:
     """The tokens that a plain text gets around it."""
+    kind, pre = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre")
+    unsaid = kind == "llama" or pre in _LLAMA3
     parts = ["$A"]
-    if metadata.get("tokenizer.ggml.add_bos_token", add_bos) and "bos_token" in settings:
+    if metadata.get("tokenizer.ggml.add_bos_token", unsaid) and "bos_token" in settings:
         parts.insert(0, settings["bos_token"])
     if metadata.get("tokenizer.ggml.add_eos_token", False) and "eos_token" in settings:
         parts.append(settings["eos_token"])

@@ -135,16 +135,14 @@ def _refuse_unsupported(own: Mapping[str, Any], where: str) -> None:
         value = own.get(key, neutral)
         if value != neutral:
             raise ModelError(f"{where}: {key} = {value} is not supported; only {neutral} is")
-    window, context = own.get("attention.sliding_window") or 0, own.get("context_length", 0)
-    if 0 < window < context:
+    window, context = own.get("attention.sliding_window"), _whole(own, "context_length")
+    if window and not _whole(own, "attention.sliding_window") >= context:
         raise ModelError(
             f"{where}: attention.sliding_window = {window} is below context_length = {context}; "
             "models that attend to a window are not supported"
         )
-    heads = own.get("attention.head_count")
-    head_dim = own.get("attention.key_length")
-    if head_dim is None and isinstance(heads, int) and heads > 0:
-        head_dim = own.get("embedding_length", 0) // heads
+    heads = max(1, _whole(own, "attention.head_count"))
+    head_dim = own.get("attention.key_length", _whole(own, "embedding_length") // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if own.get(key, head_dim) != head_dim:
             raise ModelError(
@@ -152,16 +150,22 @@ def _refuse_unsupported(own: Mapping[str, Any], where: str) -> None:
             )
 
 
+def _whole(own: Mapping[str, Any], key: str) -> int:
+    """The value if it is a whole number, else 0; `parse_config` complains about the others."""
+    value = own.get(key)
+    return value if isinstance(value, int) else 0
+
+
 def _rope_scaling(file: GGUFFile, own: Mapping[str, Any], where: str) -> dict[str, Any] | None:
-    kind = own.get("rope.scaling.type", "none")
+    kind = own.get("rope.scaling.type", "linear")
     factor = own.get("rope.scaling.factor", own.get("rope.scale_linear", 0.0))
+    scaled = kind != "none" and factor not in (0, 1)
     if _ROPE_DIVISORS in file.shapes:
-        if kind not in ("none", "linear") or factor not in (0, 1):
+        if scaled:
             raise ModelError(f"{where}: {_ROPE_DIVISORS} with rope scaling {kind!r} is unsupported")
         return {"rope_type": "divisors", "divisors": file.read(_ROPE_DIVISORS).flatten().tolist()}
-    if kind == "none" or not factor:
-        kind = "linear" if kind == "none" and factor else "none"
-        return {"rope_type": kind, "factor": factor} if kind != "none" else None
+    if not scaled:
+        return None
     scaling = {
         "rope_type": kind,
         "factor": factor,

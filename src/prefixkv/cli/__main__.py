@@ -1,0 +1,8 @@
+"""``python -m prefixkv.cli``."""
+
+import sys
+
+from prefixkv.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""Running the choices of one HTTP request, and ending them when its client is gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+
+from prefixkv.errors import EngineError, RequestError
+from prefixkv.request import RequestOutput, SamplingParams
+from prefixkv.server.serving import Serving
+
+MAX_REQUEST_CHOICES = 1024
+
+Piece = tuple[int, RequestOutput]
+T = TypeVar("T")
+
+
+class ClientDisconnected(Exception):
+    """Nobody waits for the answer any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One HTTP request in the engine's terms: ``n`` choices for each prompt.
+
+    Choice ``c`` of prompt ``p`` has the index ``p * n + c``.
+    """
+
+    id: str
+    model: str
+    prompts: Sequence[list[int]]
+    params: SamplingParams
+    n: int
+    cache_salt: str | None
+    stream: bool
+    include_usage: bool
+
+    def __post_init__(self) -> None:
+        if self.num_choices > MAX_REQUEST_CHOICES:
+            raise RequestError(
+                f"{len(self.prompts)} prompts with n = {self.n} are {self.num_choices} choices; "
+                f"at most {MAX_REQUEST_CHOICES} are allowed",
+                param="n",
+            )
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.n
+
+    def choice(self, index: int) -> tuple[list[int], SamplingParams]:
+        """Prompt and parameters of a choice: a seed grows by one a choice, round the int64s."""
+        params = self.params
+        if params.seed is not None and index % self.n:
+            seed = (params.seed + index % self.n + 2**63) % 2**64 - 2**63
+            params = replace(params, seed=seed)
+        return self.prompts[index // self.n], params
+
+
+async def pieces(serving: Serving, job: Job) -> AsyncGenerator[Piece]:
+    """The pieces of all choices as they come; closing this aborts what still runs.
+
+    Raises:
+        RequestError: the engine refuses the request.
+        EngineError: the engine failed or stopped before the end.
+    """
+    streams = []
+    for index in range(job.num_choices):
+        prompt, params = job.choice(index)
+        stream = serving.engine.generate(
+            prompt, params, request_id=f"{job.id}-{index}", cache_salt=job.cache_salt
+        )
+        streams.append(serving.latencies.observe(stream))
+    async with aclosing(_merged(streams)) as merged:
+        async for index, piece in merged:
+            if piece.finish_reason in ("abort", "error"):
+                raise EngineError(piece.error or "the request was aborted: the server is stopping")
+            yield index, piece
+
+
+async def _merged(streams: Sequence[AsyncGenerator[RequestOutput]]) -> AsyncGenerator[Piece]:
+    queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue()
+
+    async def pump(index: int, stream: AsyncGenerator[RequestOutput]) -> None:
+        end: Exception | None = None
+        try:
+            async with aclosing(stream):
+                async for piece in stream:
+                    queue.put_nowait((index, piece))
+        except Exception as error:
+            end = error
+        queue.put_nowait((index, end))
+
+    tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
+    running = len(tasks)
+    try:
+        while running:
+            index, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield index, item
+    finally:
+        await _cancel(tasks)
+
+
+async def collected(serving: Serving, job: Job) -> list[RequestOutput]:
+    """The whole outputs of all choices, by index."""
+    outputs = [RequestOutput(f"{job.id}-{index}") for index in range(job.num_choices)]
+    async with aclosing(pieces(serving, job)) as stream:
+        async for index, piece in stream:
+            outputs[index].extend(piece)
+    return outputs
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, which is cancelled when the client hangs up.
+
+    The body must have been read: then the next message can only be the end of the connection.
+
+    Raises:
+        ClientDisconnected: it did.
+    """
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnected
+        return task.result()
+    finally:
+        await _cancel((task, gone))
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

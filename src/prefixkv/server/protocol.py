@@ -1,0 +1,148 @@
+"""The bodies of ``/v1/chat/completions`` and ``/v1/completions`` that are honoured.
+
+Types are checked here, ranges of sampling parameters by ``SamplingParams``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
+
+from prefixkv.errors import RequestError
+from prefixkv.request import SamplingParams
+from prefixkv.server.errors import shown, validation_error
+from prefixkv.server.fields import honoured
+
+MAX_CHOICES = 128
+MAX_SALT_CHARS = 1024
+DEFAULT_COMPLETION_TOKENS = 16
+
+INT32_MAX = 2**31 - 1
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Count = Annotated[int, Field(le=INT32_MAX)]
+Stop = Annotated[list[str], BeforeValidator(_listed)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class StreamOptions(_Body):
+    """``include_usage`` adds a last piece with the usage; obfuscation is never added."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class CompletionBase(_Body):
+    """What both dialects share."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: Count = 0
+    min_p: float = 0.0
+    max_tokens: Count | None = None
+    min_tokens: Count = 0
+    stop: Stop = []
+    stop_token_ids: list[Count] = []
+    ignore_eos: bool = False
+    seed: int | None = None
+    skip_special_tokens: bool = True
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling_params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """The parameters of one choice.
+
+        Raises:
+            RequestError: a value is out of its limits.
+        """
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=0 if self.top_k == -1 else self.top_k,  # others write -1 for "all"
+            min_p=self.min_p,
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            seed=self.seed,
+            logprobs=logprobs,
+            skip_special_tokens=self.skip_special_tokens,
+        )
+
+
+class ChatRequest(CompletionBase):
+    """The body of ``/v1/chat/completions``; the messages are read by ``messages.py``."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: Count | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+
+    def params(self) -> SamplingParams:
+        """The parameters of one choice; without a limit a reply may fill the context."""
+        newer, older = self.max_completion_tokens, self.max_tokens
+        if newer is not None and older is not None and newer != older:
+            raise RequestError(
+                f"max_tokens is {older} and max_completion_tokens is {newer}; give one of them",
+                param="max_tokens",
+            )
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError(
+                f"top_logprobs is {self.top_logprobs} without logprobs; set logprobs to true",
+                param="top_logprobs",
+            )
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self.sampling_params(max_tokens=older if newer is None else newer, logprobs=logprobs)
+
+
+class CompletionRequest(CompletionBase):
+    """The body of ``/v1/completions``; the prompt is read by ``prompts.py``."""
+
+    prompt: Any
+    logprobs: int | None = None
+
+    def params(self) -> SamplingParams:
+        """The parameters of one choice; without a limit a completion has 16 tokens."""
+        limit = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        return self.sampling_params(max_tokens=limit, logprobs=self.logprobs)
+
+
+Body = TypeVar("Body", bound=CompletionBase)
+
+
+def parse_body(data: bytes, kind: type[Body]) -> Body:
+    """Read a request.
+
+    Raises:
+        RequestError: it is no JSON object, or one of its fields is wrong, unknown or unsupported.
+    """
+    try:
+        fields = from_json(data, allow_inf_nan=False)
+    except ValueError as error:
+        raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(fields, dict):
+        raise RequestError(f"the body is {shown(fields)}; it must be a JSON object")
+    try:
+        body = kind.model_validate(honoured(fields))
+    except ValidationError as error:
+        raise validation_error(error) from None
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options needs stream to be true", param="stream_options")
+    return body

@@ -1,0 +1,111 @@
+"""Listening, serving and stopping."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+
+import uvicorn
+
+from prefixkv.engine.async_engine import AsyncEngine
+from prefixkv.errors import ConfigError
+from prefixkv.server.app import create_app
+from prefixkv.server.settings import ServerOptions
+
+# Seconds for the last words to clients after what was left is aborted.
+_MARGIN = 5
+
+
+class Server(uvicorn.Server):
+    """Serves one engine. SIGTERM ends it well, SIGINT raises KeyboardInterrupt at its end.
+
+    What runs gets ``shutdown_timeout`` seconds then, or until a second SIGINT; what is left is
+    aborted by the engine, so that clients are told. ``on_ready`` is called once it listens.
+    """
+
+    def __init__(
+        self, engine: AsyncEngine, options: ServerOptions, on_ready: Callable[[], None]
+    ) -> None:
+        config = uvicorn.Config(
+            create_app(engine, options),
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=options.shutdown_timeout + _MARGIN,
+        )
+        super().__init__(config)
+        self._engine = engine
+        self._timeout = options.shutdown_timeout
+        self._on_ready = on_ready
+        self._hurry = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self._hurry.set()
+        elif sig == signal.SIGTERM:
+            self.should_exit = True
+        else:
+            super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.create_task(self._abort_late())
+        await super().shutdown(sockets)
+        ending.cancel()
+
+    async def _abort_late(self) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._hurry.wait(), self._timeout)
+        await self._engine.stop()
+
+
+def bind(options: ServerOptions) -> socket.socket:
+    """Take the address before the model is loaded, so that a port in use is told at once.
+
+    Raises:
+        ConfigError: the address is unknown, not allowed or in use.
+    """
+    where = f"{options.host}:{options.port}"
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {where}: {error}; check --host") from None
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"cannot listen on {where}: {error.strerror}; choose another --port or --host"
+        ) from None
+    return sock
+
+
+def url(sock: socket.socket) -> str:
+    """The URL of a bound socket."""
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if sock.family == socket.AF_INET6 else f"http://{host}:{port}"
+
+
+def serve(
+    engine: AsyncEngine,
+    options: ServerOptions,
+    sock: socket.socket,
+    on_ready: Callable[[], None],
+) -> None:
+    """Serve on a bound socket until SIGTERM or SIGINT.
+
+    Raises:
+        KeyboardInterrupt: it ended by SIGINT.
+    """
+    asyncio.run(Server(engine, options, on_ready).serve(sockets=[sock]))

@@ -1,0 +1,267 @@
+"""The command line, run as a person runs it: processes, exit codes, what is printed where."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+
+import httpx
+import pytest
+from openai import OpenAI
+
+from prefixkv import __version__
+from prefixkv.cli import main
+from prefixkv.config import EngineOptions
+from tiny_model import write_tiny_model
+
+TIMEOUT = 120
+ENDLESS = ("--max-tokens", "4000", "--num-blocks", "300")
+SMALL = ("--num-blocks", "64", "--threads", "1", "--dtype", "float32")
+PROMPT = "The quick brown fox jumps over the lazy dog while the cat sleeps."
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+def run(*args: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "prefixkv", *args],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+
+
+@contextmanager
+def started(*args: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "prefixkv", *args],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@contextmanager
+def serving(model: Path, *args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server process and its URL, once it says that it is ready."""
+    with started("serve", "--model", str(model), "--port", "0", *SMALL, *args) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "http://" in line:
+                yield process, line[line.index("http://") :].strip()
+                return
+        raise AssertionError("the server ended before it was ready")
+
+
+def signalled(process: subprocess.Popen[str], number: signal.Signals) -> tuple[int, str]:
+    """The exit code after a signal and what was still printed on stderr."""
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=TIMEOUT)
+    return process.returncode, errors.strip()
+
+
+class TestHelp:
+    def test_names_the_commands(self) -> None:
+        text = run("--help").stdout
+        assert all(command in text for command in ("serve", "generate", "chat", "demo"))
+
+    @pytest.mark.parametrize("command", ["serve", "generate", "chat", "demo"])
+    def test_every_engine_option_is_a_flag(
+        self, command: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main([command, "--help"]) == 0
+        text = capsys.readouterr().out
+        for option in fields(EngineOptions):
+            assert "--" + option.name.replace("_", "-") in text
+
+    def test_needs_no_torch(self) -> None:
+        code = "import sys; from prefixkv.cli import main; main(['serve', '--help']); " + (
+            "sys.exit('torch' in sys.modules)"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+        assert done.returncode == 0
+
+    def test_version(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["--version"]) == 0
+        assert capsys.readouterr().out == f"prefixkv {__version__}\n"
+
+
+class TestMistakes:
+    @pytest.mark.parametrize(
+        "args",
+        [
+            ["generate", "x", "--num-blocks", "0"],
+            ["generate", "x", "--block-size", "5000"],
+            ["generate", "x", "--kv-cache-memory", "much"],
+            ["generate", "x", "--temperature", "3"],
+            ["generate", "x", "--model", "/no/such/model"],
+            ["serve", "--port", "70000"],
+            ["serve", "--host", "no.such.host.invalid"],
+            ["chat", "--max-tokens", "0"],
+        ],
+    )
+    def test_an_error_is_one_line(self, args: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+        assert main(args) == 1
+        out, err = capfd.readouterr()
+        assert out == ""
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1
+
+    @pytest.mark.parametrize(
+        "args",
+        [
+            ["nonsense"],
+            ["generate", "--nonsense"],
+            ["generate", "x", "--dtype", "int3"],
+            ["generate", "x", "--num-blocks", "few"],
+            ["generate", "one", "two"],
+        ],
+    )
+    def test_misuse_is_told_with_the_usage(
+        self, args: list[str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(args) == 2
+        assert "Usage: prefixkv" in capsys.readouterr().err
+
+    def test_a_missing_extra_is_named(self) -> None:
+        code = (
+            "import sys; sys.modules['click'] = None; "
+            "from prefixkv.cli import main; sys.exit(main([]))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 1
+        assert "'prefixkv[engine]'" in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+class TestGenerate:
+    def test_prints_the_text(self, model: Path) -> None:
+        done = run("generate", PROMPT, "--max-tokens", "8", "--model", str(model), *SMALL)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip()
+
+    def test_reads_the_prompt_from_stdin(self, model: Path) -> None:
+        flags = ("--max-tokens", "8", "--model", str(model), *SMALL)
+        given = run("generate", PROMPT, *flags)
+        read = run("generate", "-", *flags, text=PROMPT)
+        assert read.stdout == given.stdout
+
+    def test_verbose_counts_on_stderr(self, model: Path) -> None:
+        done = run("generate", PROMPT, "-v", "--max-tokens", "4", "--model", str(model), *SMALL)
+        last = done.stderr.splitlines()[-1]
+        assert all(word in last for word in ("prompt", "cached 0", "computed", "first token"))
+
+    def test_a_prompt_that_does_not_fit(self, model: Path) -> None:
+        done = run("generate", PROMPT * 50, "--max-model-len", "64", "--model", str(model), *SMALL)
+        assert done.returncode == 1
+        assert done.stderr.splitlines()[-1].startswith("error: ")
+        assert "Traceback" not in done.stderr
+
+    def test_ctrl_c_ends_it_without_a_traceback(self, model: Path) -> None:
+        args = ("generate", PROMPT, "--model", str(model), *SMALL, *ENDLESS)
+        with started(*args) as process:
+            assert process.stdout is not None
+            assert process.stdout.read(1)
+            code, errors = signalled(process, signal.SIGINT)
+        assert code == 130
+        assert "Traceback" not in errors
+
+
+class TestChat:
+    def test_a_turn_reuses_the_turns_before(self, model: Path) -> None:
+        turns = f"{PROMPT}\nAnd then?\n/exit\nnever read\n"
+        done = run("chat", "--max-tokens", "8", "--model", str(model), *SMALL, text=turns)
+        assert done.returncode == 0, done.stderr
+        counts = [line for line in done.stderr.splitlines() if line.startswith("prompt ")]
+        cached = [int(line.split()[4]) for line in counts]
+        assert cached[0] == 0
+        assert cached[1] > 0
+        assert len(cached) == 2
+
+    def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(self, model: Path) -> None:
+        with started("chat", "--model", str(model), *SMALL, *ENDLESS) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(f"{PROMPT}\n")
+            process.stdin.flush()
+            assert process.stdout.read(1)
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate("/exit\n", timeout=TIMEOUT)
+        assert process.returncode == 0, errors
+        assert "stopped" in errors
+
+    def test_reset_forgets(self, model: Path) -> None:
+        turns = f"{PROMPT}\n/reset\n{PROMPT}\n"
+        done = run("chat", "--max-tokens", "8", "--model", str(model), *SMALL, text=turns)
+        counts = [
+            line.split()[1] for line in done.stderr.splitlines() if line.startswith("prompt ")
+        ]
+        assert len(counts) == 2
+        assert counts[0] == counts[1]
+
+    def test_a_conversation_that_does_not_fit_goes_on(self, model: Path) -> None:
+        turns = f"{PROMPT * 50}\nhello\n"
+        limits = ("--max-tokens", "8", "--max-model-len", "256")
+        done = run("chat", *limits, "--model", str(model), *SMALL, text=turns)
+        assert done.returncode == 0, done.stderr
+        assert "error: " in done.stderr
+        assert sum(line.startswith("prompt ") for line in done.stderr.splitlines()) == 1
+
+
+class TestServe:
+    def test_serves_under_its_names(self, model: Path) -> None:
+        names = ("--served-model-name", "mine", "--served-model-name", "too")
+        with (
+            serving(model, *names) as (_, url),
+            OpenAI(base_url=f"{url}/v1", api_key="none") as client,
+        ):
+            assert [served.id for served in client.models.list()] == ["mine", "too"]
+            assert client.completions.create(model="too", prompt=PROMPT).model == "too"
+
+    def test_sigterm_ends_it_well(self, model: Path) -> None:
+        with serving(model) as (process, _):
+            assert signalled(process, signal.SIGTERM) == (0, "")
+
+    def test_ctrl_c_ends_it_without_a_traceback(self, model: Path) -> None:
+        with serving(model) as (process, _):
+            assert signalled(process, signal.SIGINT) == (130, "")
+
+    def test_what_runs_is_told_when_time_is_up(self, model: Path) -> None:
+        body = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "stream": True}
+        with serving(model, "--shutdown-timeout", "0") as (process, url):
+            with httpx.stream("POST", f"{url}/v1/completions", json=body) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                process.send_signal(signal.SIGTERM)
+                *_, error, done = (line for line in lines if line)
+            assert "server_error" in error
+            assert done == "data: [DONE]"
+            assert process.wait(TIMEOUT) == 0
+
+    def test_a_port_in_use_is_told_before_the_model_loads(self, model: Path) -> None:
+        with serving(model) as (_, url):
+            port = url.rpartition(":")[2]
+            done = run("serve", "--port", port, "--model", "/no/such/model")
+        assert done.returncode == 1
+        assert done.stderr.startswith(f"error: cannot listen on 127.0.0.1:{port}")
+        assert done.stderr.count("\n") == 1

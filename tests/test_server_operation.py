@@ -1,0 +1,157 @@
+"""How the server runs: clients that hang up, metrics, health, ids, an engine that stops."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from live_server import LONG, LiveServer, eventually, running, shared_tokens, text_of
+from prefixkv import __version__
+from tiny_model import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    with running(write_tiny_model(tmp_path_factory.mktemp("tiny"))) as live:
+        yield live
+
+
+@pytest.fixture
+def text(request: pytest.FixtureRequest) -> str:
+    return text_of(request.node.nodeid)
+
+
+class TestHangingUp:
+    def test_in_mid_stream(self, server: LiveServer, text: str) -> None:
+        before, made = server.idle_blocks, server.engine.stats().generation_tokens
+        with server.http.stream(
+            "POST",
+            "/v1/completions",
+            json={"prompt": text, "max_tokens": LONG, "ignore_eos": True, "stream": True},
+        ) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+        assert server.idle_blocks == before
+        assert server.engine.stats().generation_tokens - made < LONG
+
+    def test_while_waiting_for_a_whole_answer(self, server: LiveServer, text: str) -> None:
+        self._hang_up_once_running(server, text, stream=False)
+
+    def test_with_several_choices(self, server: LiveServer, text: str) -> None:
+        self._hang_up_once_running(server, text, stream=False, n=3)
+
+    def _hang_up_once_running(self, server: LiveServer, text: str, **fields: Any) -> None:
+        before, made = server.idle_blocks, server.engine.stats().generation_tokens
+        body = json.dumps({"prompt": text, "max_tokens": LONG, "ignore_eos": True, **fields})
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        kind = "Content-Type: application/json\r\n\r\n"
+        host, _, port = server.url.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall((head + kind + body).encode())
+            eventually(lambda: server.engine.stats().num_running > 0)
+        assert server.idle_blocks == before
+        assert server.engine.stats().generation_tokens - made < LONG
+
+
+class TestMetrics:
+    def test_tokens_are_counted(self, server: LiveServer, text: str) -> None:
+        names = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits")
+        server.complete(text)
+        before = {name: server.metric(f"prefixkv:{name}_total") for name in names}
+        usage = server.complete(text, max_tokens=5, ignore_eos=True)["usage"]
+        after = {name: server.metric(f"prefixkv:{name}_total") for name in names}
+        assert {name: after[name] - before[name] for name in names} == {
+            "prompt_tokens": usage["prompt_tokens"],
+            "generation_tokens": 5,
+            "prefix_cache_queries": usage["prompt_tokens"],
+            "prefix_cache_hits": shared_tokens(usage["prompt_tokens"]),
+        }
+
+    def test_latencies_are_observed(self, server: LiveServer, text: str) -> None:
+        counts = {
+            "time_to_first_token_seconds": 1,
+            "inter_token_latency_seconds": 5,
+            "e2e_request_latency_seconds": 1,
+        }
+        before = {name: server.metric(f"prefixkv:{name}_count") for name in counts}
+        server.complete(text, max_tokens=6, ignore_eos=True)
+        after = {name: server.metric(f"prefixkv:{name}_count") for name in counts}
+        assert {name: after[name] - before[name] for name in counts} == counts
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "prefix_cache_queries_total",
+            "prefix_cache_hits_total",
+            "prompt_tokens_total",
+            "generation_tokens_total",
+            "num_preemptions_total",
+            "kv_cache_usage_perc",
+            "num_requests_running",
+            "num_requests_waiting",
+            "time_to_first_token_seconds_count",
+            "inter_token_latency_seconds_count",
+            "e2e_request_latency_seconds_count",
+        ],
+    )
+    def test_other_dashboards_find_their_names(self, server: LiveServer, name: str) -> None:
+        assert server.metric(f"vllm:{name}") == server.metric(f"prefixkv:{name}")
+
+    def test_usage_is_the_share_of_blocks_held(self, server: LiveServer) -> None:
+        assert server.idle_blocks == server.metric("prefixkv:num_blocks")
+        assert server.metric("prefixkv:kv_cache_usage_perc") == 0
+
+
+class TestAround:
+    def test_models(self, server: LiveServer) -> None:
+        assert [model.id for model in server.openai.models.list()] == [server.model]
+
+    def test_one_model(self, server: LiveServer) -> None:
+        assert server.openai.models.retrieve(server.model).owned_by == "prefixkv"
+
+    def test_no_model_named_is_the_served_one(self, server: LiveServer, text: str) -> None:
+        assert server.complete(text, max_tokens=1)["model"] == server.model
+
+    def test_version(self, server: LiveServer) -> None:
+        assert server.http.get("/version").json() == {"version": __version__}
+
+    def test_a_request_keeps_its_id(self, server: LiveServer) -> None:
+        answer = server.http.get("/health", headers={"X-Request-Id": "mine-1"})
+        assert answer.headers["x-request-id"] == "mine-1"
+
+    def test_a_request_without_id_gets_one(self, server: LiveServer) -> None:
+        ids = {server.http.get("/health").headers["x-request-id"] for _ in range(2)}
+        assert len(ids) == 2
+
+    def test_an_id_that_is_no_token_is_replaced(self, server: LiveServer) -> None:
+        answer = server.http.get("/health", headers={"X-Request-Id": "a b"})
+        assert answer.headers["x-request-id"].startswith("req_")
+
+
+def test_a_stopped_engine_is_told(tmp_path_factory: pytest.TempPathFactory) -> None:
+    model = write_tiny_model(tmp_path_factory.mktemp("tiny"))
+    with running(model) as live:
+        assert live.http.get("/health").status_code == 200
+        asyncio.run(live.engine.stop())
+        assert live.http.get("/health").status_code == 503
+        answer = live.post("/v1/completions", prompt="hello")
+        assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")
+
+
+def test_an_engine_that_stops_ends_a_stream_with_an_error(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    model = write_tiny_model(tmp_path_factory.mktemp("tiny"))
+    body = {"prompt": "hello", "max_tokens": LONG, "ignore_eos": True, "stream": True}
+    with running(model) as live, live.http.stream("POST", "/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        asyncio.run(live.engine.stop())
+        *_, error, done = (line.removeprefix("data: ") for line in lines if line)
+    assert json.loads(error)["error"]["type"] == "server_error"
+    assert done == "[DONE]"
