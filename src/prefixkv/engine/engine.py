@@ -8,15 +8,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from prefixkv.cache import CacheManager
 from prefixkv.config import EngineOptions
-from prefixkv.engine.build import EngineParts, build_parts
+from prefixkv.engine.build import build_parts
 from prefixkv.engine.output import PromptLogprobs, TextStream
 from prefixkv.engine.request_state import RequestState
 from prefixkv.engine.sampler import TokenSampler, token_logprobs
 from prefixkv.engine.scheduler import Scheduler, Step, Work
 from prefixkv.errors import ContextLengthError, RequestError
-from prefixkv.model.tokenizer import Tokenizer
 from prefixkv.request import FinishReason, RequestOutput, SamplingParams
 
 MAX_SALT_LENGTH = 1024
@@ -65,14 +63,14 @@ class Engine:
             ModelError: the model cannot be found, read or served.
             ConfigError: the options do not fit the model or the machine.
         """
-        parts: EngineParts = build_parts(options, progress)
+        parts = build_parts(options, progress)
         self.options = options
-        self.model_name: str = parts.model_name
-        self.tokenizer: Tokenizer = parts.tokenizer
-        self.vocab_size: int = parts.vocab_size
-        self.max_model_len: int = parts.scheduler_config.max_model_len
-        self.summary: str = parts.summary
-        self.cache: CacheManager = parts.cache
+        self.model_name = parts.model_name
+        self.tokenizer = parts.tokenizer
+        self.vocab_size = parts.vocab_size
+        self.max_model_len = parts.scheduler_config.max_model_len
+        self.summary = parts.summary
+        self.cache = parts.cache
         self.runner = parts.runner
         self.scheduler = Scheduler(
             parts.scheduler_config, parts.cache, prefix_cache=options.prefix_cache != "off"
@@ -245,8 +243,8 @@ class Engine:
         may_stop = count >= state.params.min_tokens
         output.token_ids = [token]
         if may_stop and token in live.end_token_ids:
-            state.stop_reason = token if token in state.params.stop_token_ids else None
-            return self._finish(live, output, "stop", state.stop_reason)
+            stop_reason = token if token in state.params.stop_token_ids else None
+            return self._finish(live, output, "stop", stop_reason)
         output.text, stopped_by = live.text.push(token, may_stop=may_stop)
         if stopped_by is not None:
             return self._finish(live, output, "stop", stopped_by, flush=False)
