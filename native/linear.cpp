@@ -2,8 +2,13 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 #include <stdexcept>
 #include <string>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 #include "cpu.h"
 
@@ -95,6 +100,18 @@ Range part(int64_t index, int64_t parts, int64_t size) {
 }
 
 }  // namespace
+
+Buffer::Buffer(size_t bytes) : bytes_(bytes) {
+  constexpr size_t kHugePage = size_t{2} << 20;
+  const bool huge = bytes >= kHugePage;
+  void* data = nullptr;
+  if (posix_memalign(&data, huge ? kHugePage : 64, bytes) != 0) throw std::bad_alloc();
+  data_.reset(data);
+#if defined(__linux__)
+  // Whole huge pages only, so that nothing more becomes resident. A refusal costs speed alone.
+  if (huge) madvise(data, bytes / kHugePage * kHugePage, MADV_HUGEPAGE);
+#endif
+}
 
 PackedLinear::PackedLinear(int64_t n, int64_t k, bool bfloat16, bool bias)
     : kernels_(linear_kernels()), n_(n), k_(k), bfloat16_(bfloat16), width_(kernels_.panel_width) {
