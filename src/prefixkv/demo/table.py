@@ -41,8 +41,8 @@ class Row:
         tokens = (self.prompt_tokens, self.cached_tokens, self.computed_tokens)
         seconds = (self.ttft_on, self.ttft_off)
         return [
-            *("" if value is None else f"{value:,}" for value in tokens),
-            *("" if value is None else f"{value:.2f} s" for value in seconds),
+            *("…" if value is None else f"{value:,}" for value in tokens),
+            *("…" if value is None else f"{value:.2f} s" for value in seconds),
         ]
 
     def text(self) -> Text:
@@ -75,8 +75,9 @@ class ComparisonTable:
         if not self._console.is_terminal:
             yield lambda: None
         else:
-            with Live(self._render(row), console=self._console, transient=True) as live:
-                yield lambda: live.update(self._render(row))
+            first = self._render(row)
+            with Live(first, console=self._console, transient=True, auto_refresh=False) as live:
+                yield lambda: live.update(self._render(row), refresh=True)
         self._console.print(self._render(row))
 
     def _grid(self) -> Table:
