@@ -6,9 +6,9 @@ import math
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from prefixkv.engine.sampler import TokenSampler, token_logprobs
 from prefixkv.request import SamplingParams
@@ -16,8 +16,8 @@ from prefixkv.request import SamplingParams
 PROBS = [0.4, 0.3, 0.15, 0.1, 0.05]
 
 
-def logits(probs: list[float] = PROBS) -> Tensor:
-    return torch.tensor([math.log(p) for p in probs])
+def logits(probs: list[float] = PROBS) -> NDArray[np.float32]:
+    return np.log(np.array(probs, dtype=np.float32))
 
 
 def draw(count: int, **params: Any) -> Counter[int]:
@@ -31,7 +31,7 @@ def test_temperature_0_takes_the_most_likely() -> None:
 
 def test_greedy_takes_the_first_of_equals() -> None:
     sampler = TokenSampler(SamplingParams(temperature=0.0), ())
-    assert sampler.sample(torch.tensor([0.0, 3.0, 3.0, 1.0]), 0) == 1
+    assert sampler.sample(np.array([0.0, 3.0, 3.0, 1.0], dtype=np.float32), 0) == 1
 
 
 def test_frequencies_follow_the_probabilities() -> None:
@@ -87,12 +87,17 @@ def test_tokens_that_would_end_are_not_chosen_before_min_tokens() -> None:
 def test_the_given_logits_stay_as_they_are() -> None:
     row = logits()
     TokenSampler(SamplingParams(min_tokens=2, top_p=0.5, min_p=0.1), {0}).sample(row, 0)
-    assert row.equal(logits())
+    assert np.array_equal(row, logits())
 
 
 def test_logprobs_are_of_the_model_and_best_first() -> None:
-    (result,) = token_logprobs(logits().unsqueeze(0), [2], 3)
+    (result,) = token_logprobs(logits()[None], [2], 3)
     assert result.token_id == 2
     assert result.logprob == pytest.approx(math.log(0.15), abs=1e-6)
     assert [token for token, _ in result.top] == [0, 1, 2]
     assert [math.exp(value) for _, value in result.top] == pytest.approx([0.4, 0.3, 0.15], abs=1e-6)
+
+
+def test_equally_likely_alternatives_come_in_the_order_of_their_ids() -> None:
+    row = np.array([[1.0, 2.0, 2.0, 2.0, 0.0]], dtype=np.float32)
+    assert [token for token, _ in token_logprobs(row, [0], 2)[0].top] == [1, 2]

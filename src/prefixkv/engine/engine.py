@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from prefixkv.config import EngineOptions
 from prefixkv.engine.build import build_parts
@@ -178,7 +179,7 @@ class Engine:
             return []
         try:
             logits = self.runner.run(step)
-            results = self._sample(step, logits)
+            results = self._sample(step, logits.numpy(force=True))
         except Exception as error:
             return [self._fail(work, error) for work in step.work]
         self.scheduler.update(step, [token for token, _ in results])
@@ -203,7 +204,9 @@ class Engine:
             generation_tokens=totals.generation_tokens,
         )
 
-    def _sample(self, step: Step, logits: Tensor) -> list[tuple[int | None, RequestOutput]]:
+    def _sample(
+        self, step: Step, logits: NDArray[np.float32]
+    ) -> list[tuple[int | None, RequestOutput]]:
         """For each work the new token, if any, and an output with its log-probabilities."""
         results: list[tuple[int | None, RequestOutput]] = []
         row = 0
@@ -224,7 +227,7 @@ class Engine:
         return results
 
     def _add_prompt_logprobs(
-        self, live: _Live, gathered: PromptLogprobs, work: Work, rows: Tensor
+        self, live: _Live, gathered: PromptLogprobs, work: Work, rows: NDArray[np.float32]
     ) -> None:
         """Row i of a prompt is about its token i + 1; a preempted request sees some rows twice."""
         prompt = live.state.prompt

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from prefixkv.request import SamplingParams, TokenLogprobs
+
+Row = NDArray[np.float32]
 
 
 class TokenSampler:
@@ -24,12 +25,12 @@ class TokenSampler:
 
     def __init__(self, params: SamplingParams, end_token_ids: Collection[int]) -> None:
         self.params = params
-        self._end = torch.tensor(sorted(end_token_ids), dtype=torch.int64)
+        self._end = np.array(sorted(end_token_ids), dtype=np.int64)
         seed = None if params.seed is None else params.seed % 2**64
         self._random = np.random.Generator(np.random.PCG64(seed))
 
-    def sample(self, logits: Tensor, num_output_tokens: int) -> int:
-        """The next token.
+    def sample(self, logits: Row, num_output_tokens: int) -> int:
+        """The next token; of equally likely ones the first.
 
         Args:
             logits: float32 [vocab], of the model.
@@ -37,32 +38,39 @@ class TokenSampler:
         """
         params = self.params
         if num_output_tokens < params.min_tokens and len(self._end):
-            logits = logits.index_fill(0, self._end.to(logits.device), -torch.inf)
+            logits = logits.copy()
+            logits[self._end] = -np.inf
         if params.temperature == 0.0:
             return int(logits.argmax())
         return self._draw(logits)
 
-    def _draw(self, logits: Tensor) -> int:
+    def _draw(self, logits: Row) -> int:
         """Temperature, min_p, top_k, top_p in this order, then inverse transform, in float64."""
         params = self.params
-        probs = torch.softmax(logits.double() / params.temperature, dim=0)
+        weights = logits.astype(np.float64)
+        weights -= weights.max()
+        weights = np.exp(weights / params.temperature)  # the most likely one has weight 1
         if params.min_p > 0.0:
-            probs = torch.where(probs >= params.min_p * probs.max(), probs, 0.0)
+            weights[weights < params.min_p] = 0.0
         tokens = None
         if params.top_k or params.top_p < 1.0:
-            count = min(params.top_k or len(probs), len(probs))
-            probs, tokens = probs.topk(count)  # sorted, the most likely first
-            sums = probs.cumsum(0)
+            # The most likely first, of equals the first; those that weigh nothing left out.
+            tokens = np.flatnonzero(weights)
+            tokens = tokens[np.argsort(-weights[tokens], kind="stable")]
+            tokens = tokens[: params.top_k or len(tokens)]
+            weights = weights[tokens]
+            sums = weights.cumsum()
             # Those before which top_p is not yet reached; the most likely one always stays.
-            probs = torch.where(sums - probs < params.top_p * sums[-1], probs, 0.0)
-        sums = probs.cumsum(0)
-        total = float(sums[-1])
-        target = min(self._random.random() * total, float(np.nextafter(total, 0.0)))
-        index = int(torch.searchsorted(sums, target, right=True))
+            weights[sums - weights >= params.top_p * sums[-1]] = 0.0
+        sums = weights.cumsum()
+        target = min(self._random.random() * sums[-1], np.nextafter(sums[-1], 0.0))
+        index = int(np.searchsorted(sums, target, side="right"))
         return index if tokens is None else int(tokens[index])
 
 
-def token_logprobs(logits: Tensor, token_ids: Sequence[int], top: int) -> list[TokenLogprobs]:
+def token_logprobs(
+    logits: NDArray[np.float32], token_ids: Sequence[int], top: int
+) -> list[TokenLogprobs]:
     """Log-probabilities of tokens under the model.
 
     Args:
@@ -70,12 +78,16 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], top: int) -> list[T
         token_ids: n tokens, one a row.
         top: how many most likely alternatives to give, 0 for none.
     """
-    result = []
-    for row, token in zip(logits, token_ids, strict=True):
-        logprobs = torch.log_softmax(row, dim=-1)
-        best: tuple[tuple[int, float], ...] = ()
-        if top:
-            values, ids = logprobs.topk(top)
-            best = tuple(zip(ids.tolist(), values.tolist(), strict=True))
-        result.append(TokenLogprobs(token, float(logprobs[token]), best))
-    return result
+    return [_logprobs(row, token, top) for row, token in zip(logits, token_ids, strict=True)]
+
+
+def _logprobs(logits: Row, token: int, top: int) -> TokenLogprobs:
+    values = logits.astype(np.float64)
+    values -= values.max()
+    values -= np.log(np.exp(values).sum())
+    best: tuple[tuple[int, float], ...] = ()
+    if top:
+        largest = np.flatnonzero(values >= np.partition(values, -top)[-top])
+        largest = largest[np.argsort(-values[largest], kind="stable")][:top]
+        best = tuple((int(each), float(values[each])) for each in largest)
+    return TokenLogprobs(token, float(values[token]), best)

@@ -5,6 +5,7 @@ The frequencies and their rounding follow `transformers`, whose float32 logits a
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,8 +16,10 @@ def rope_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
     """Cosines and sines of every position, float32 [max_position_embeddings, head_dim / 2] each."""
     frequencies, scale = rope_frequencies(config.rope, config.head_dim)
     positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
-    angles = positions[:, None] * frequencies
-    return angles.cos() * scale, angles.sin() * scale
+    angles = (positions[:, None] * frequencies).numpy().astype(np.float64)
+    # NumPy's, because torch's first cos or sin of a process is at times good to 12 bits only.
+    cos, sin = (torch.from_numpy(function(angles) * scale).float() for function in (np.cos, np.sin))
+    return cos, sin
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
