@@ -10,6 +10,7 @@ using namespace nb::literals;
 
 NB_MODULE(_core, m) {
   m.doc() = "Native core of prefixkv.";
+  nb::set_leak_warnings(false);  // an interpreter that ends by an exception keeps objects: no fault
 
   m.def("isa", [] { return prefixkv::isa_name(prefixkv::best_isa()); },
         "Instruction set that the CPU kernels use: 'avx512', 'avx2' or 'base'.");

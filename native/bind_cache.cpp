@@ -7,7 +7,6 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
 #include <cstring>
 
 #include "bind.h"
@@ -68,17 +67,20 @@ Array<T> to_array(std::vector<T>&& values) {
   return Array<T>(owned->data(), {owned->size()}, owner);
 }
 
-// vLLM's `sha256`: over a pickle of (parent, tokens, extra keys), as this Python pickles it.
+// vLLM's `sha256`: over a pickle of (parent, tokens, extra keys), as this Python pickles it. The hash
+// itself is taken here, because hashlib lets other threads in while it works.
 Digest pickle_hash(const Digest* parent, const Token* tokens, int count,
                    const std::vector<ExtraKey>& extra) {
-  nb::module_ pickle = nb::module_::import_("pickle"), hashlib = nb::module_::import_("hashlib");
+  nb::module_ pickle = nb::module_::import_("pickle");
   nb::object protocol = pickle.attr("HIGHEST_PROTOCOL");
   const auto digest_of = [&](nb::object value) {
-    return hashlib.attr("sha256")(pickle.attr("dumps")(value, "protocol"_a = protocol)).attr("digest")();
+    nb::bytes bytes = nb::cast<nb::bytes>(pickle.attr("dumps")(value, "protocol"_a = protocol));
+    const Sha256Digest hash = sha256(reinterpret_cast<const uint8_t*>(bytes.c_str()), bytes.size());
+    Digest digest;
+    std::memcpy(digest.word, hash.data(), sizeof digest.word);
+    return digest;
   };
-  nb::object before = parent != nullptr
-                          ? nb::object(nb::bytes(reinterpret_cast<const char*>(parent->word), 32))
-                          : digest_of(nb::str("vllm-none-hash"));
+  const Digest before = parent != nullptr ? *parent : digest_of(nb::str("vllm-none-hash"));
   nb::list ids, pairs;
   for (int i = 0; i < count; ++i) ids.append(tokens[i]);
   for (const ExtraKey& key : extra) {
@@ -87,10 +89,8 @@ Digest pickle_hash(const Digest* parent, const Token* tokens, int count,
     pairs.append(nb::make_tuple(nb::str(key.name.c_str(), key.name.size()), second));
   }
   nb::object keys = extra.empty() ? nb::object(nb::none()) : nb::object(nb::tuple(pairs));
-  nb::bytes bytes = nb::cast<nb::bytes>(digest_of(nb::make_tuple(before, nb::tuple(ids), keys)));
-  Digest digest;
-  std::memcpy(digest.word, bytes.c_str(), sizeof digest.word);
-  return digest;
+  const nb::bytes before_bytes(reinterpret_cast<const char*>(before.word), sizeof before.word);
+  return digest_of(nb::make_tuple(before_bytes, nb::tuple(ids), keys));
 }
 
 HashAlgorithm algorithm_of(const std::string& name) {
@@ -110,10 +110,10 @@ struct PyManager {
     nb::object bytes = nb::module_::import_("os").attr("urandom")(8);
     uint64_t seed;
     std::memcpy(&seed, nb::cast<nb::bytes>(bytes).c_str(), sizeof seed);
-    const int size = static_cast<int>(std::clamp<int64_t>(block_size, -1, INT32_MAX));
     manager = std::make_shared<BlockManager>(
         num_blocks, num_groups,
-        std::make_shared<Hasher>(algorithm_of(hash_algorithm), size, seed, hash_bits, pickle_hash));
+        std::make_shared<Hasher>(algorithm_of(hash_algorithm), checked_block_size(block_size), seed,
+                                 hash_bits, pickle_hash));
   }
 
   PySequence sequence(nb::handle token_ids, std::optional<std::string> cache_salt,

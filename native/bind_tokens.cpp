@@ -35,6 +35,31 @@ Token from_object(PyObject* item, Py_ssize_t at) {
   return checked(id, at);
 }
 
+// The value of an exact int of one digit, which is every token id in use, or -1. Runs no Python code.
+inline int64_t small_int(PyObject* item) {
+  if (!PyLong_CheckExact(item)) return -1;
+#if PY_VERSION_HEX >= 0x030c0000
+  auto* number = reinterpret_cast<PyLongObject*>(item);
+  return PyUnstable_Long_IsCompact(number) ? PyUnstable_Long_CompactValue(number) : -1;
+#else
+  const Py_ssize_t digits = Py_SIZE(item);  // 0 for zero, negative for a negative number
+  if (digits == 0) return 0;
+  return digits == 1 ? reinterpret_cast<PyLongObject*>(item)->ob_digit[0] : -1;
+#endif
+}
+
+// Any items. Their __index__ may run Python code that changes `items` or the sequence that is
+// appended to: so a tuple is read, and nothing is appended before all are.
+void read_any_items(PyObject* items, std::vector<Token>& out) {
+  const nb::object fixed = nb::steal(PySequence_Tuple(items));
+  if (!fixed.is_valid()) throw nb::python_error();
+  std::vector<Token> ids;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(fixed.ptr()); ++i) {
+    ids.push_back(from_object(PyTuple_GET_ITEM(fixed.ptr(), i), i));
+  }
+  out.insert(out.end(), ids.begin(), ids.end());
+}
+
 void read_items(PyObject* items, std::vector<Token>& out) {
   const Py_ssize_t count = PySequence_Fast_GET_SIZE(items);
   const size_t before = out.size();
@@ -42,26 +67,12 @@ void read_items(PyObject* items, std::vector<Token>& out) {
   Token* to = out.data() + before;
   PyObject** from = PySequence_Fast_ITEMS(items);
   for (Py_ssize_t i = 0; i < count; ++i) {
-    PyObject* item = from[i];
-    if (!PyLong_CheckExact(item)) {
-      to[i] = from_object(item, i);
-      continue;
+    const int64_t id = small_int(from[i]);
+    if (id < 0 || id > kMost) {
+      out.resize(before);
+      return read_any_items(items, out);
     }
-#if PY_VERSION_HEX >= 0x030c0000
-    auto* number = reinterpret_cast<PyLongObject*>(item);
-    if (PyUnstable_Long_IsCompact(number)) {
-      to[i] = checked(PyUnstable_Long_CompactValue(number), i);
-      continue;
-    }
-#else
-    // One 30-bit digit holds every token id in use; Py_SIZE is 0 for zero, 1 for one digit.
-    const Py_ssize_t digits = Py_SIZE(item);
-    if (digits == 1 || digits == 0) {
-      to[i] = digits == 0 ? 0 : static_cast<Token>(reinterpret_cast<PyLongObject*>(item)->ob_digit[0]);
-      continue;
-    }
-#endif
-    to[i] = from_object(item, i);
+    to[i] = static_cast<Token>(id);
   }
 }
 
@@ -107,23 +118,30 @@ void read_buffer(const Py_buffer& view, std::vector<Token>& out) {
   }
 }
 
+// False if the object has no contiguous buffer; strided ones are read item by item.
+bool read_if_buffer(PyObject* object, std::vector<Token>& out) {
+  if (!PyObject_CheckBuffer(object)) return false;
+  Py_buffer view;
+  if (PyObject_GetBuffer(object, &view, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  struct Release {
+    Py_buffer* view;
+    ~Release() { PyBuffer_Release(view); }
+  } release{&view};
+  read_buffer(view, out);
+  return true;
+}
+
 void read(nb::handle source, std::vector<Token>& out) {
   PyObject* object = source.ptr();
   if (PyList_CheckExact(object)) return read_items(object, out);
   if (PyUnicode_Check(object)) throw CacheError("token ids are text; encode it with a tokenizer first");
-  if (PyObject_CheckBuffer(object)) {
-    Py_buffer view;
-    if (PyObject_GetBuffer(object, &view, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS) == 0) {
-      struct Release {
-        Py_buffer* view;
-        ~Release() { PyBuffer_Release(view); }
-      } release{&view};
-      return read_buffer(view, out);
-    }
-    PyErr_Clear();  // strided: item by item below
-  }
+  if (read_if_buffer(object, out)) return;
   if (nb::hasattr(source, "detach") && nb::hasattr(source, "numpy")) {  // a torch tensor
-    return read(source.attr("detach")().attr("cpu")().attr("numpy")(), out);
+    const nb::object values = source.attr("detach")().attr("cpu")().attr("contiguous")().attr("numpy")();
+    if (read_if_buffer(values.ptr(), out)) return;
   }
   nb::object items = nb::steal(PySequence_Fast(object, ""));
   if (!items.is_valid()) {

@@ -14,6 +14,15 @@ constexpr int64_t kMaxGroups = 1 << 20;
 
 std::string text(int64_t value) { return std::to_string(value); }
 
+// Stands for the tokens of a block that is not full, and for what else makes its K/V.
+uint64_t partial_hash(const Sequence& seq, int64_t num_computed_tokens) {
+  const int64_t block = num_computed_tokens / seq.hasher()->block_size();
+  const int64_t start = block * seq.hasher()->block_size();
+  if (start == num_computed_tokens) return 0;
+  return seq.hasher()->hash_part(seq.tokens() + start, num_computed_tokens - start,
+                                 seq.extra_cbor(block));
+}
+
 int64_t checked(const char* name, int64_t value, int64_t most) {
   if (value < 1 || value > most) {
     throw ConfigError(std::string(name) + " is " + text(value) + "; it must be from 1 to " + text(most));
@@ -23,12 +32,38 @@ int64_t checked(const char* name, int64_t value, int64_t most) {
 
 }  // namespace
 
+int checked_block_size(int64_t block_size) {
+  return static_cast<int>(checked("block_size", block_size, kMaxBlockSize));
+}
+
+int32_t OwnerNames::add(const std::string& name) {
+  int32_t owner = unused_.empty() ? static_cast<int32_t>(names_.size()) : unused_.back();
+  const auto [it, added] = ids_.try_emplace(name, owner);
+  if (!added) {
+    owner = it->second;
+  } else if (unused_.empty()) {
+    names_.push_back({&it->first, 0});
+  } else {
+    unused_.pop_back();
+    names_[owner].name = &it->first;
+  }
+  count(owner, 1);
+  return owner;
+}
+
+void OwnerNames::drop(int32_t owner) {
+  count(owner, -1);
+  if (owner < 0 || names_[owner].references > 0) return;
+  ids_.erase(ids_.find(*names_[owner].name));
+  names_[owner].name = nullptr;
+  unused_.push_back(owner);
+}
+
 BlockManager::BlockManager(int64_t num_blocks, int64_t num_groups,
                            std::shared_ptr<const Hasher> hasher)
     : hasher_(std::move(hasher)),
       num_groups_(static_cast<int>(checked("num_groups", num_groups, kMaxGroups))),
-      pool_((checked("block_size", hasher_->block_size(), kMaxBlockSize),
-             static_cast<int32_t>(checked("num_blocks", num_blocks, kMaxBlocks)))),
+      pool_(static_cast<int32_t>(checked("num_blocks", num_blocks, kMaxBlocks))),
       index_(pool_.num_blocks(), hasher_),
       block_owner_(pool_.num_blocks(), -1) {}
 
@@ -79,11 +114,7 @@ std::unique_ptr<BlockTable> BlockManager::table(const std::optional<std::string>
   check_group(group);
   auto table = std::make_unique<BlockTable>();
   table->group = group;
-  if (owner) {
-    const auto [it, added] = owner_ids_.try_emplace(*owner, static_cast<int32_t>(owners_.size()));
-    if (added) owners_.push_back(*owner);
-    table->owner = it->second;
-  }
+  if (owner) table->owner = owners_.add(*owner);
   table->index = tables_.size();
   tables_.push_back(table.get());
   return table;
@@ -128,6 +159,8 @@ BlockId BlockManager::take(int32_t owner) {
     index_.remove_block(block);
     ++epoch_;
   }
+  owners_.add(owner);
+  owners_.drop(block_owner_[block]);
   block_owner_[block] = owner;
   return block;
 }
@@ -178,10 +211,12 @@ void BlockManager::check_commit(const BlockTable& table, Sequence& seq,
   if (num_computed_tokens > seq.num_tokens()) {
     refuse("above the sequence's " + text(seq.num_tokens()) + " tokens");
   }
-  if (!caching() || table.num_cached_blocks == 0) return;
+  if (!caching()) return;
   // The chain makes the last cached block's hash stand for everything before it.
   const int64_t last = table.num_cached_blocks - 1;
-  if (index_.digest(index_.entry_of(table.blocks[last])) != seq.digests(last + 1)[last]) {
+  const bool same_blocks =
+      last < 0 || index_.digest(index_.entry_of(table.blocks[last])) == seq.digests(last + 1)[last];
+  if (!same_blocks || table.partial != partial_hash(seq, table.num_computed_tokens)) {
     throw CacheError("the sequence is not the one that filled the table");
   }
 }
@@ -190,6 +225,7 @@ void BlockManager::commit(BlockTable& table, Sequence& seq, int64_t num_computed
   check_commit(table, seq, num_computed_tokens);
   table.num_computed_tokens = num_computed_tokens;
   if (!caching()) return;
+  table.partial = partial_hash(seq, num_computed_tokens);
   const int block_size = hasher_->block_size();
   const int64_t first = table.num_cached_blocks, full = num_computed_tokens / block_size;
   if (first >= full) return;
@@ -218,6 +254,7 @@ void BlockManager::free(BlockTable& table) {
   }
   table.blocks.clear();
   table.freed = true;
+  owners_.drop(table.owner);
   tables_[table.index] = tables_.back();
   tables_[table.index]->index = table.index;
   tables_.pop_back();
@@ -241,7 +278,7 @@ BlockInfo BlockManager::block(int64_t block) const {
   const Digest* digest = index_.is_cached(id) ? &index_.digest(index_.entry_of(id)) : nullptr;
   const int32_t owner = block_owner_[id];
   return {pool_.ref_cnt(id), digest,
-          owner < 0 ? std::nullopt : std::optional<std::string>(owners_[owner])};
+          owner < 0 ? std::nullopt : std::optional<std::string>(owners_.name(owner))};
 }
 
 void BlockManager::check() const {

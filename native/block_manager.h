@@ -31,7 +31,8 @@ struct BlockTable {
   int64_t num_computed_tokens = 0;  // K/V exists
   int64_t num_cached_blocks = 0;    // leading blocks that are findable
   int group = 0;
-  int32_t owner = -1;  // index into the manager's owners
+  uint64_t partial = 0;             // what the computed tokens after the last full block were
+  int32_t owner = -1;               // in the manager's owners
   bool freed = false;
   size_t index = 0;  // in the manager's list of live tables
 };
@@ -40,10 +41,35 @@ struct Grant {
   std::vector<BlockId> new_blocks;
 };
 
+// Throws ConfigError unless it is from 1 to 1024.
+int checked_block_size(int64_t block_size);
+
 struct BlockInfo {
   int32_t ref_cnt;
   const Digest* block_hash;  // null if the block is blank
   std::optional<std::string> owner;
+};
+
+// Names of owners as small numbers, each kept while a table or a block refers to it.
+class OwnerNames {
+ public:
+  int32_t add(const std::string& name);  // one more reference
+  void add(int32_t owner) { count(owner, 1); }
+  void drop(int32_t owner);
+  const std::string& name(int32_t owner) const { return *names_[owner].name; }
+
+ private:
+  struct Entry {
+    const std::string* name = nullptr;  // the key in ids_
+    int64_t references = 0;
+  };
+  void count(int32_t owner, int64_t more) {
+    if (owner >= 0) names_[owner].references += more;
+  }
+
+  std::vector<Entry> names_;
+  std::vector<int32_t> unused_;
+  std::unordered_map<std::string, int32_t> ids_;
 };
 
 // Not thread-safe: calls must be serialised (in Python the GIL does it).
@@ -86,8 +112,7 @@ class BlockManager {
   BlockPool pool_;
   HashIndex index_;
   std::vector<int32_t> block_owner_;  // of the table that last took the block, or -1
-  std::vector<std::string> owners_;
-  std::unordered_map<std::string, int32_t> owner_ids_;
+  OwnerNames owners_;
   std::vector<BlockTable*> tables_;
   uint64_t epoch_ = 0;  // grows when a block stops being findable
 };

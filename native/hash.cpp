@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
-#include <span>
+#include <iterator>
 
 #include "sha256.h"
 
@@ -118,6 +118,11 @@ Digest Hasher::hash_xxh3(const Digest* parent, const Token* tokens, const std::s
   return Digest{{hash.low64 & mask_[0], hash.high64 & mask_[1], 0, 0}};
 }
 
+uint64_t Hasher::hash_part(const Token* tokens, int64_t count, const std::string& extra) const {
+  const uint64_t seed = extra.empty() ? seed_ : XXH3_64bits_withSeed(extra.data(), extra.size(), seed_);
+  return XXH3_64bits_withSeed(tokens, sizeof(Token) * static_cast<size_t>(count), seed);
+}
+
 Digest Hasher::hash_cbor(const Digest* parent, const Token* tokens, const std::string& extra) const {
   std::string message;
   message.reserve(48 + 5 * static_cast<size_t>(block_size_) + extra.size());
@@ -140,7 +145,10 @@ Sequence::Sequence(std::shared_ptr<const Hasher> hasher, std::optional<std::stri
     : hasher_(std::move(hasher)),
       cache_salt_(std::move(cache_salt)),
       lora_(std::move(lora)),
-      extra_(std::move(extra)) {}
+      extra_(std::move(extra)) {
+  // Their order says nothing about the K/V, so it must not enter the hashes.
+  std::sort(extra_.begin(), extra_.end());
+}
 
 const Digest* Sequence::digests(int64_t count) {
   const int block_size = hasher_->block_size();
@@ -189,17 +197,10 @@ int64_t Sequence::shared_prefix(const Sequence& other) const {
   int64_t shared = std::mismatch(tokens_.begin(), tokens_.begin() + most, other.tokens_.begin()).first -
                    tokens_.begin();
   // An extra that only one of them has parts them where it begins.
-  const auto limit = [&shared](const std::vector<Extra>& mine, const std::vector<Extra>& theirs) {
-    for (const Extra& extra : mine) {
-      const bool same = std::any_of(theirs.begin(), theirs.end(), [&extra](const Extra& it) {
-        return it.start == extra.start && it.stop == extra.stop &&
-               it.content_hash == extra.content_hash;
-      });
-      if (!same) shared = std::min(shared, std::max<int64_t>(extra.start, 0));
-    }
-  };
-  limit(extra_, other.extra_);
-  limit(other.extra_, extra_);
+  std::vector<Extra> different;
+  std::set_symmetric_difference(extra_.begin(), extra_.end(), other.extra_.begin(),
+                                other.extra_.end(), std::back_inserter(different));
+  if (!different.empty()) shared = std::min(shared, different.front().start);
   return shared;
 }
 

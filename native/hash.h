@@ -1,6 +1,7 @@
 // Chained hashes of token blocks: H_i = hash(H_{i-1}, tokens of block i, extra keys of block i).
 #pragma once
 
+#include <compare>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -17,6 +18,7 @@ struct Extra {
   int64_t start;
   int64_t stop;
   std::string content_hash;  // SHA-256 of the content, hex
+  auto operator<=>(const Extra&) const = default;
 };
 
 // One pair of a block's extra keys: ("lora", name), ("cache_salt", salt), or (content hash, offset):
@@ -56,6 +58,8 @@ class Hasher {
   // parent is null for the first block; extra is the CBOR form of keys, empty when there are none.
   Digest hash(const Digest* parent, const Token* tokens, const std::vector<ExtraKey>& keys,
               const std::string& extra) const;
+  // Of a part of a block, for comparing within one manager.
+  uint64_t hash_part(const Token* tokens, int64_t count, const std::string& extra) const;
 
  private:
   Digest hash_xxh3(const Digest* parent, const Token* tokens, const std::string& extra) const;

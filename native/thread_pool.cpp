@@ -1,5 +1,9 @@
 #include "thread_pool.h"
 
+#include <string>
+
+#include "errors.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -19,10 +23,18 @@ inline void pause() {
 }  // namespace
 
 ThreadPool::ThreadPool(int threads) {
-  for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
+  try {
+    for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
+  } catch (...) {  // the system gives no more; a thread that is not joined would end the process
+    stop();
+    throw ConfigError("threads is " + std::to_string(threads) + "; the system gives " +
+                      std::to_string(workers_.size() + 1) + " at most, so ask for fewer");
+  }
 }
 
-ThreadPool::~ThreadPool() {
+ThreadPool::~ThreadPool() { stop(); }
+
+void ThreadPool::stop() {
   stop_.store(true, std::memory_order_release);
   epoch_.fetch_add(1, std::memory_order_release);
   epoch_.notify_all();

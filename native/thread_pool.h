@@ -14,7 +14,7 @@ namespace prefixkv {
 
 class ThreadPool {
  public:
-  // threads >= 1, the caller's included.
+  // threads >= 1, the caller's included. Throws ConfigError when the system refuses them.
   explicit ThreadPool(int threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
@@ -35,6 +35,7 @@ class ThreadPool {
   void run_erased(int64_t tasks, Fn fn, const void* ctx);
   bool run_one(uint32_t epoch);
   void work();
+  void stop();
 
   // The job. Whether a task is left is decided by `claim_` alone; the rest is read only after a
   // claim, when it cannot change: the next job is written once every claimed task is done.

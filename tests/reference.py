@@ -145,7 +145,8 @@ class TokenSequence:
         for start, stop, _ in extra:
             if not 0 <= start < stop:
                 raise CacheError(f"an extra covers tokens {start} to {stop}")
-        self._extra = tuple((start, stop, sha256(b).hexdigest()) for start, stop, b in extra)
+        # Their order says nothing about the K/V, so it must not enter the hashes.
+        self._extra = sorted((start, stop, sha256(b).hexdigest()) for start, stop, b in extra)
         self._tail = b""
         self.hashes: list[bytes] = []  # of the full blocks
         self.num_tokens = 0
