@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -169,5 +170,45 @@ def test_a_failing_forward_pass_ends_its_request_and_the_engine_lives(
             patch.setattr(engine.engine.runner.model, "forward", fail)
             assert (await collect(engine, PROMPT, SHORT)).finish_reason == "error"
         assert (await collect(engine, PROMPT, SHORT)).finish_reason == "length"
+
+    serve(model, use)
+
+
+@pytest.mark.parametrize("salt", ["\ud800", b"salt", 5])
+def test_a_salt_that_is_no_text_fails_its_own_request_alone(model: Path, salt: Any) -> None:
+    async def use(engine: AsyncEngine) -> None:
+        other = engine.generate(PROMPT, SHORT)
+        await anext(other)
+        with pytest.raises(RequestError, match="cache_salt"):
+            await anext(engine.generate(PROMPT, SHORT, cache_salt=salt))
+        assert len([piece async for piece in other]) == 7
+
+    serve(model, use)
+
+
+def test_what_the_engine_cannot_take_fails_its_own_request_alone(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def use(engine: AsyncEngine) -> None:
+        def fail(*_: object, **__: object) -> None:
+            raise TypeError("a bug")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.engine, "add", fail)
+            with pytest.raises(EngineError, match="a bug"):
+                await collect(engine, PROMPT, SHORT)
+        assert (await collect(engine, PROMPT, SHORT)).finish_reason == "length"
+
+    serve(model, use)
+
+
+def test_giving_up_a_request_whose_id_is_in_use_leaves_the_other_alone(model: Path) -> None:
+    async def use(engine: AsyncEngine) -> None:
+        first = engine.generate(PROMPT, LONG, request_id="same")
+        await anext(first)
+        second = asyncio.ensure_future(anext(engine.generate([4], LONG, request_id="same")))
+        await asyncio.sleep(0)
+        second.cancel()
+        assert [piece async for piece in first][-1].finish_reason == "length"
 
     serve(model, use)

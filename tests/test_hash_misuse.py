@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,3 +159,56 @@ def test_an_option_out_of_its_limits_is_named(option: str, value: object) -> Non
     options: dict[str, Any] = {"num_blocks": 4, option: value}
     with pytest.raises(ConfigError, match=f"{option}.*{value}"):
         make_cache(**options)
+
+
+def test_a_block_that_two_sequences_wrote_is_not_cached_for_one_of_them() -> None:
+    cache = make_cache("hash", num_blocks=8, block_size=4)
+    mine, other = cache.sequence([1, 2, 3, 4, 5]), cache.sequence([9, 9, 9, 9, 9])
+    table = cache.table()
+    cache.allocate(table, 5)
+    cache.commit(table, mine, 3)
+    with pytest.raises(CacheError, match="not the one that filled the table"):
+        cache.commit(table, other, 4)
+
+
+class Meddler:
+    """A token id whose ``__index__`` runs code of ours."""
+
+    def __init__(self, meddle: Callable[[], object]) -> None:
+        self._meddle = meddle
+
+    def __index__(self) -> int:
+        self._meddle()
+        return 7
+
+
+def test_a_token_id_may_empty_the_list_that_it_is_read_from() -> None:
+    seq = make_cache("hash", num_blocks=4).sequence([1])
+    items: list[object] = []
+    items += [Meddler(items.clear), *range(1000, 101_000)]
+    seq.append(items)
+    assert seq.num_tokens == 100_002
+
+
+def test_a_token_id_may_append_to_the_sequence_that_it_is_appended_to() -> None:
+    seq = make_cache("hash", num_blocks=4).sequence([1])
+    seq.append([Meddler(lambda: seq.append(range(1_000_000))), *range(1000, 101_000)])
+    assert seq.num_tokens == 1 + 1_000_000 + 100_001
+
+
+def test_owners_of_freed_tables_take_no_memory() -> None:
+    cache = make_cache("hash", num_blocks=4)
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        pytest.skip("this system does not tell how much memory a process has")
+
+    def pages() -> int:
+        return int(statm.read_text().split()[1])
+
+    before = pages()
+    for i in range(200_000):
+        table = cache.table(owner=f"request-{i:032d}")
+        cache.allocate(table, 16)
+        cache.free(table)
+    assert pages() - before < 2048
+    assert cache.block(0).owner == f"request-{199_999:032d}"

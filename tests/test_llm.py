@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -300,3 +301,51 @@ def test_a_prompt_in_an_empty_pool_of_just_its_size_runs(model: Path) -> None:
     llm = LLM(model, num_blocks=2, block_size=16)
     (output,) = llm.generate([7] * 31, SamplingParams(max_tokens=None, ignore_eos=True))
     assert (len(output.token_ids), output.finish_reason) == (1, "length")
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 1e-310},
+        {"temperature": 5e-324, "min_p": 1.0},
+        {"top_p": 5e-324, "top_k": 2},
+        {"top_p": 1.0 - 2**-53, "temperature": 2.0, "top_k": 10**9},
+    ],
+)
+def test_extreme_sampling_parameters_still_choose_a_token(llm: LLM, params: dict[str, Any]) -> None:
+    sampled = SamplingParams(max_tokens=5, ignore_eos=True, **params)
+    outputs = llm.generate(["a", "b"], [sampled, GREEDY])
+    assert [output.finish_reason for output in outputs] == ["length", "length"]
+
+
+def test_a_request_that_may_choose_no_token_is_refused(llm: LLM) -> None:
+    everything = list(range(llm.engine.vocab_size))
+    params = SamplingParams(min_tokens=1, stop_token_ids=everything)
+    with pytest.raises(RequestError, match="every token of the vocabulary"):
+        llm.generate(["a", "b"], [GREEDY, params])
+    assert not llm.engine.has_work
+
+
+def test_a_token_that_cannot_be_chosen_ends_its_own_request_alone(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise ArithmeticError("no number")
+
+    (alone,) = llm.generate("b", GREEDY)
+    first, second = llm.engine.add([5, 6], GREEDY), llm.engine.add([7, 8], GREEDY)
+    monkeypatch.setattr(llm.engine._live[first].sampler, "sample", fail)
+    ends = {}
+    while llm.engine.has_work:
+        ends |= {piece.request_id: piece.finish_reason for piece in llm.engine.step()}
+    assert ends == {first: "error", second: "length"}
+    llm.engine.cache.check()
+    assert llm.generate("b", GREEDY)[0].token_ids == alone.token_ids
+
+
+def test_threads_may_share_a_model(llm: LLM) -> None:
+    prompts = [[5 + i] * 40 for i in range(6)]
+    expected = [llm.generate(prompt, GREEDY)[0].token_ids for prompt in prompts]
+    with ThreadPoolExecutor(6) as threads:
+        outputs = list(threads.map(lambda prompt: llm.generate(prompt, GREEDY)[0], prompts))
+    assert [output.token_ids for output in outputs] == expected

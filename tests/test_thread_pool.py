@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import torch
 
 from prefixkv import _core
@@ -17,3 +20,18 @@ def test_short_jobs_of_changing_size_run_each_task_once() -> None:
     for _ in range(2_000):
         for layer, x, y in expected:
             assert layer(x).equal(y)
+
+
+def test_threads_that_the_system_refuses_are_an_error_and_no_abort() -> None:
+    code = """
+import resource
+from prefixkv._core import ThreadPool
+from prefixkv.errors import ConfigError
+resource.setrlimit(resource.RLIMIT_AS, (1 << 32, 1 << 32))
+try:
+    ThreadPool(5000)
+except ConfigError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, "threads is 5000" in done.stdout) == (0, True), done.stderr

@@ -18,6 +18,7 @@ DTYPES = ("auto", "float32", "bfloat16")
 ATTENTION_BACKENDS = ("auto", "native", "torch")
 
 MAX_BLOCK_SIZE = 1024
+MAX_THREADS = 1024
 DEFAULT_KV_CACHE_MEMORY = "40%"
 
 
@@ -80,6 +81,8 @@ class EngineOptions:
         for name in ("threads", "num_blocks", "max_model_len", "max_num_seqs", "token_budget"):
             if getattr(self, name) is not None:
                 self._at_least(name, 1)
+        if self.threads is not None and self.threads > MAX_THREADS:
+            raise ConfigError(f"threads is {self.threads}; at most {MAX_THREADS}")
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise ConfigError("num_blocks and kv_cache_memory both size the pool; give one of them")
         if self.kv_cache_memory is not None:

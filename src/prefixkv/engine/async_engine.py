@@ -37,7 +37,7 @@ class _Add:
 
 @dataclass(frozen=True, slots=True)
 class _Abort:
-    request_id: str
+    stream: _Stream
 
 
 class AsyncEngine:
@@ -102,8 +102,10 @@ class AsyncEngine:
         if self._death is not None:
             raise EngineError(self._death)
         self.engine.validate(prompt, params, cache_salt)
-        stream = _Stream(request_id or f"async-{next(self._ids)}")
+        stream = _Stream(str(request_id or f"async-{next(self._ids)}"))
         self._commands.put(_Add(stream, prompt, params, cache_salt))
+        if self._death is not None:  # meanwhile: nobody may ever look at the command
+            raise EngineError(self._death)
         finished = False
         try:
             while not finished:
@@ -114,7 +116,7 @@ class AsyncEngine:
                 yield item
         finally:
             if not finished:
-                self._commands.put(_Abort(stream.request_id))
+                self._commands.put(_Abort(stream))
 
     def stats(self) -> EngineStats:
         """Counts and totals; may be called from any thread."""
@@ -141,9 +143,7 @@ class AsyncEngine:
             if command is None:
                 return False
             if isinstance(command, _Abort):
-                aborted = self.engine.abort(command.request_id)
-                if aborted is not None:
-                    self._deliver([aborted])
+                self._abort(command.stream)
             else:
                 self._add(command)
 
@@ -156,10 +156,18 @@ class AsyncEngine:
                 request_id=stream.request_id,
                 cache_salt=command.cache_salt,
             )
-        except PrefixKVError as error:
-            _post(stream.loop, stream.items.put_nowait, error)
+        except Exception as error:  # this request's alone, whatever it is
+            known = error if isinstance(error, PrefixKVError) else EngineError(repr(error))
+            _post(stream.loop, stream.items.put_nowait, known)
             return
         self._streams[stream.request_id] = stream
+
+    def _abort(self, stream: _Stream) -> None:
+        # Not by its id: that may be in use by another request, for which this one was refused.
+        if self._streams.get(stream.request_id) is stream:
+            aborted = self.engine.abort(stream.request_id)
+            if aborted is not None:
+                self._deliver([aborted])
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput]]] = {}

@@ -14,7 +14,7 @@ from prefixkv.engine.build import build_parts
 from prefixkv.engine.output import PromptLogprobs, TextStream
 from prefixkv.engine.request_state import RequestState
 from prefixkv.engine.sampler import TokenSampler, token_logprobs
-from prefixkv.engine.scheduler import Scheduler, Step, Work
+from prefixkv.engine.scheduler import Scheduler, Work
 from prefixkv.errors import ContextLengthError, RequestError
 from prefixkv.request import FinishReason, RequestOutput, SamplingParams
 
@@ -97,11 +97,8 @@ class Engine:
             )
         self._check_ids("prompt", prompt)
         self._check_ids("stop_token_ids", params.stop_token_ids)
-        if cache_salt is not None and not 1 <= len(cache_salt) <= MAX_SALT_LENGTH:
-            raise RequestError(
-                f"cache_salt has {len(cache_salt)} characters; 1 to {MAX_SALT_LENGTH} are allowed",
-                param="cache_salt",
-            )
+        if cache_salt is not None:
+            _check_salt(cache_salt)
 
     def _check_ids(self, name: str, ids: Sequence[int]) -> None:
         if not ids or (
@@ -134,6 +131,15 @@ class Engine:
             RequestError, ContextLengthError: it could not be served.
         """
         self.validate(prompt, params, cache_salt)
+        end = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            end |= self.tokenizer.eos_token_ids
+        if params.min_tokens > 0 and len(end) >= self.vocab_size:
+            raise RequestError(
+                f"min_tokens is {params.min_tokens}, and every token of the vocabulary would end "
+                "the request; leave some out of stop_token_ids",
+                param="min_tokens",
+            )
         arrival = next(self._arrivals)
         request_id = f"request-{arrival}" if request_id is None else request_id
         if request_id in self._live:
@@ -147,9 +153,6 @@ class Engine:
             arrival=arrival,
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
         )
-        end = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            end |= self.tokenizer.eos_token_ids
         detokenizer = self.tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens)
         self._live[request_id] = _Live(
             state,
@@ -171,22 +174,35 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one step: the new pieces of every request that got one.
 
-        If the forward pass fails, the requests in it end with ``finish_reason`` "error"; nothing
-        that it may have half written is findable.
+        If the forward pass fails, the requests in it end with ``finish_reason`` "error"; if
+        choosing a token fails, that request alone does. Nothing that a failed pass may have half
+        written is findable.
         """
         step = self.scheduler.schedule()
         if not step.work:
             return []
         try:
-            logits = self.runner.run(step)
-            results = self._sample(step, logits.numpy(force=True))
+            logits = self.runner.run(step).numpy(force=True)
         except Exception as error:
             return [self._fail(work, error) for work in step.work]
-        self.scheduler.update(step, [token for token, _ in results])
+        tokens: list[int | None] = []
+        outputs: list[RequestOutput] = []
+        row = 0
+        for work in step.work:
+            rows = logits[row : row + work.num_logits]
+            row += work.num_logits
+            output = RequestOutput(work.request.request_id)
+            try:
+                tokens.append(self._sample(work, rows, output))
+            except Exception as error:
+                tokens.append(None)
+                output = self._fail(work, error)
+            outputs.append(output)
+        self.scheduler.update(step, tokens)
         return [
-            self._output(work, token, output)
-            for work, (token, output) in zip(step.work, results, strict=True)
-            if token is not None
+            output if token is None else self._output(work, token, output)
+            for work, token, output in zip(step.work, tokens, outputs, strict=True)
+            if token is not None or output.finished
         ]
 
     def stats(self) -> EngineStats:
@@ -204,27 +220,17 @@ class Engine:
             generation_tokens=totals.generation_tokens,
         )
 
-    def _sample(
-        self, step: Step, logits: NDArray[np.float32]
-    ) -> list[tuple[int | None, RequestOutput]]:
-        """For each work the new token, if any, and an output with its log-probabilities."""
-        results: list[tuple[int | None, RequestOutput]] = []
-        row = 0
-        for work in step.work:
-            live = self._live[work.request.request_id]
-            rows = logits[row : row + work.num_logits]
-            row += work.num_logits
-            output = RequestOutput(work.request.request_id)
-            if live.prompt_logprobs is not None and not live.prompt_logprobs.complete:
-                self._add_prompt_logprobs(live, live.prompt_logprobs, work, rows)
-            token = None
-            if work.samples:
-                token = live.sampler.sample(rows[-1], len(work.request.output_token_ids))
-                top = work.request.params.logprobs
-                if top is not None:
-                    output.logprobs = token_logprobs(rows[-1:], [token], top)
-            results.append((token, output))
-        return results
+    def _sample(self, work: Work, rows: NDArray[np.float32], output: RequestOutput) -> int | None:
+        """The new token, if one follows; log-probabilities go into ``output``."""
+        live = self._live[work.request.request_id]
+        if live.prompt_logprobs is not None and not live.prompt_logprobs.complete:
+            self._add_prompt_logprobs(live, live.prompt_logprobs, work, rows)
+        if not work.samples:
+            return None
+        token = live.sampler.sample(rows[-1], len(work.request.output_token_ids))
+        if work.request.params.logprobs is not None:
+            output.logprobs = token_logprobs(rows[-1:], [token], work.request.params.logprobs)
+        return token
 
     def _add_prompt_logprobs(
         self, live: _Live, gathered: PromptLogprobs, work: Work, rows: NDArray[np.float32]
@@ -289,3 +295,20 @@ class Engine:
         if live.prompt_logprobs is not None and live.prompt_logprobs.complete:
             output.prompt_logprobs = live.prompt_logprobs.values
         return output
+
+
+def _check_salt(cache_salt: str) -> None:
+    if not isinstance(cache_salt, str):
+        raise RequestError(f"cache_salt is {cache_salt!r}; it must be a string", param="cache_salt")
+    if not 1 <= len(cache_salt) <= MAX_SALT_LENGTH:
+        raise RequestError(
+            f"cache_salt has {len(cache_salt)} characters; 1 to {MAX_SALT_LENGTH} are allowed",
+            param="cache_salt",
+        )
+    try:
+        cache_salt.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"cache_salt is {cache_salt!r}, which is no valid text: {error.reason}",
+            param="cache_salt",
+        ) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +18,8 @@ Message = Mapping[str, Any]
 
 class LLM:
     """A language model with automatic prefix caching.
+
+    Calls from several threads are served one after the other; ``AsyncEngine`` serves many at once.
 
         llm = LLM()
         first, second = llm.generate([document + a, document + b], SamplingParams(max_tokens=64))
@@ -42,6 +45,7 @@ class LLM:
                 f"unknown option {unknown[0]!r}; there are {', '.join(sorted(known))}"
             )
         self.engine = Engine(EngineOptions(model=model, **options), progress)
+        self._lock = threading.Lock()
 
     def generate(
         self,
@@ -88,14 +92,20 @@ class LLM:
     def _run(
         self, prompts: list[list[int]], params: list[SamplingParams], cache_salt: str | None
     ) -> list[RequestOutput]:
+        with self._lock:
+            return self._run_alone(prompts, params, cache_salt)
+
+    def _run_alone(
+        self, prompts: list[list[int]], params: list[SamplingParams], cache_salt: str | None
+    ) -> list[RequestOutput]:
         engine = self.engine
         for prompt, each in zip(prompts, params, strict=True):
             engine.validate(prompt, each, cache_salt)
         outputs: dict[str, RequestOutput] = {}
-        for prompt, each in zip(prompts, params, strict=True):
-            request_id = engine.add(prompt, each, cache_salt=cache_salt)
-            outputs[request_id] = RequestOutput(request_id)
         try:
+            for prompt, each in zip(prompts, params, strict=True):
+                request_id = engine.add(prompt, each, cache_salt=cache_salt)
+                outputs[request_id] = RequestOutput(request_id)
             while engine.has_work:
                 for piece in engine.step():
                     outputs[piece.request_id].extend(piece)

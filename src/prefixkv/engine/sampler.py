@@ -35,21 +35,26 @@ class TokenSampler:
         Args:
             logits: float32 [vocab], of the model.
             num_output_tokens: tokens generated so far.
+
+        Raises:
+            ArithmeticError: the logits are no numbers.
         """
         params = self.params
         if num_output_tokens < params.min_tokens and len(self._end):
             logits = logits.copy()
             logits[self._end] = -np.inf
-        if params.temperature == 0.0:
-            return int(logits.argmax())
-        return self._draw(logits)
+        best = int(logits.argmax())  # the first NaN, if there is one
+        if not np.isfinite(logits[best]):
+            raise ArithmeticError(f"the model's logits hold {logits[best]} for token {best}")
+        return best if params.temperature == 0.0 else self._draw(logits)
 
     def _draw(self, logits: Row) -> int:
         """Temperature, min_p, top_k, top_p in this order, then inverse transform, in float64."""
         params = self.params
         weights = logits.astype(np.float64)
         weights -= weights.max()
-        weights = np.exp(weights / params.temperature)  # the most likely one has weight 1
+        with np.errstate(over="ignore"):  # a tiny temperature: all but the most likely weigh 0
+            weights = np.exp(weights / params.temperature)  # the most likely one has weight 1
         if params.min_p > 0.0:
             weights[weights < params.min_p] = 0.0
         tokens = None

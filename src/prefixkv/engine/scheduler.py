@@ -114,10 +114,13 @@ class Scheduler:
         """Take the step's results: its K/V is written, and these tokens were chosen.
 
         Args:
-            tokens: for each work the new token, or None where none was sampled.
+            tokens: for each work the new token, or None where none was sampled. Work of a request
+                that has ended meanwhile is dropped.
         """
         for work, token in zip(step.work, tokens, strict=True):
             request = work.request
+            if request.finish_reason is not None:
+                continue
             self.stats.computed_tokens += work.stop - work.start
             self.cache.commit(work.table, request.seq, work.stop)
             if token is not None:
