@@ -13,22 +13,24 @@ export HF_HUB_OFFLINE := 1
 install: $(STAMPS)/native
 
 $(STAMPS)/venv:
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "prefixkv needs Python 3.11 or newer")'
-	$(PYTHON) -m venv $(VENV)
-	mkdir -p $(STAMPS)
-	touch $@
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "prefixkv needs Python 3.11 or newer")'
+	@$(PYTHON) -m venv $(VENV)
+	@mkdir -p $(STAMPS)
+	@touch $@
 
 # Everything but the project itself, so that a changed C++ file does not resolve it all again.
 $(STAMPS)/deps: $(STAMPS)/venv constraints.txt pyproject.toml
-	$(PIP) scikit-build-core nanobind cmake ninja
-	$(BIN)/python tools/requirements.py dev > $(STAMPS)/requirements.txt
-	$(PIP) -r $(STAMPS)/requirements.txt
-	touch $@
+	@echo "Installing into $(VENV): about 1.4 GB, a few minutes."
+	@$(PIP) scikit-build-core nanobind cmake ninja
+	@$(BIN)/python tools/requirements.py dev > $(STAMPS)/requirements.txt
+	@$(PIP) -r $(STAMPS)/requirements.txt
+	@touch $@
 
 # Editable: Python files are used where they lie, the native core is built into build/ and linked in.
 $(STAMPS)/native: $(STAMPS)/deps $(NATIVE)
-	PATH="$(abspath $(BIN)):$$PATH" $(PIP) --no-build-isolation --no-deps --editable .
-	touch $@
+	@echo "Building the native core."
+	@PATH="$(abspath $(BIN)):$$PATH" $(PIP) --no-build-isolation --no-deps --editable .
+	@touch $@
 
 demo: install
 	$(BIN)/prefixkv demo

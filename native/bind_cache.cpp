@@ -7,6 +7,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "bind.h"
@@ -55,6 +56,16 @@ IntList to_list(const std::vector<BlockId>& blocks) {
     PyList_SET_ITEM(list.ptr(), static_cast<Py_ssize_t>(i), PyLong_FromLong(blocks[i]));
   }
   return list;
+}
+
+// Ids for a person: the first few.
+std::string shown(const std::vector<BlockId>& blocks) {
+  constexpr size_t kMost = 8;
+  std::string text = "[";
+  for (size_t i = 0; i < std::min(blocks.size(), kMost); ++i) {
+    text += (i > 0 ? ", " : "") + std::to_string(blocks[i]);
+  }
+  return text + (blocks.size() > kMost ? ", ...]" : "]");
 }
 
 template <typename T>
@@ -212,14 +223,23 @@ void bind_cache(nb::module_& m) {
       .def("shared_prefix", [](const PySequence& self, const PySequence& other) {
              return self.seq->shared_prefix(*other.seq);
            }, "other"_a, "Leading tokens that both would share, namespace included.")
+      .def("__repr__", [](const PySequence& self) {
+             return "Sequence(num_tokens=" + std::to_string(self.seq->num_tokens()) + ")";
+           })
       .def_prop_ro("num_tokens", [](const PySequence& self) { return self.seq->num_tokens(); });
 
   nb::class_<Hit>(m, "Hit", "What a lookup found: leading tokens of the sequence whose K/V is cached.")
       .def_ro("num_tokens", &Hit::num_tokens, "Tokens covered; a multiple of the block size.")
+      .def("__repr__", [](const Hit& self) {
+             return "Hit(num_tokens=" + std::to_string(self.num_tokens) + ")";
+           })
       .def_prop_ro("blocks", [](const Hit& self) { return to_list(self.blocks); },
                    "Ids of the blocks that hold them, in order.");
 
   nb::class_<Grant>(m, "Grant", "What an allocation gave.")
+      .def("__repr__", [](const Grant& self) {
+             return "Grant(new_blocks=" + shown(self.new_blocks) + ")";
+           })
       .def_prop_ro("new_blocks", [](const Grant& self) { return to_list(self.new_blocks); },
                    "Ids appended to the table that are not of the hit.")
       .def_prop_ro("copies", [](const Grant&) { return std::vector<std::pair<int, int>>(); },
@@ -227,6 +247,12 @@ void bind_cache(nb::module_& m) {
 
   nb::class_<PyTable>(m, "BlockTable",
                       "One sequence's logical to physical map; only the manager writes it.")
+      .def("__repr__", [](const PyTable& self) {
+             const BlockTable& table = *self.table;
+             return "BlockTable(blocks=" + shown(table.blocks) +
+                    ", num_tokens=" + std::to_string(table.num_tokens) +
+                    ", num_computed_tokens=" + std::to_string(table.num_computed_tokens) + ")";
+           })
       .def_prop_ro("blocks", [](const PyTable& self) { return to_list(self.table->blocks); },
                    "Block ids in logical order.")
       .def_prop_ro("num_tokens", [](const PyTable& self) { return self.table->num_tokens; },
@@ -238,6 +264,10 @@ void bind_cache(nb::module_& m) {
       .def_ro("owner", &PyTable::owner);
 
   nb::class_<PyBlock>(m, "Block", "State of one block at the time of the call.")
+      .def("__repr__", [](const PyBlock& self) {
+             return "Block(ref_cnt=" + std::to_string(self.ref_cnt) +
+                    ", is_cached=" + (self.hash ? "True" : "False") + ")";
+           })
       .def_ro("ref_cnt", &PyBlock::ref_cnt, "Tables that hold it.")
       .def_prop_ro("block_hash", [](const PyBlock& self) -> std::optional<nb::bytes> {
              if (!self.hash) return std::nullopt;

@@ -37,6 +37,8 @@ class Sequence:
     def shared_prefix(self, other: Sequence) -> int:
         """Leading tokens that both would share, namespace included."""
 
+    def __repr__(self) -> str: ...
+
     @property
     def num_tokens(self) -> int: ...
 
@@ -49,12 +51,16 @@ class Hit:
     def num_tokens(self) -> int:
         """Tokens covered; a multiple of the block size."""
 
+    def __repr__(self) -> str: ...
+
     @property
     def blocks(self) -> list[int]:
         """Ids of the blocks that hold them, in order."""
 
 class Grant:
     """What an allocation gave."""
+
+    def __repr__(self) -> str: ...
 
     @property
     def new_blocks(self) -> list[int]:
@@ -66,6 +72,8 @@ class Grant:
 
 class BlockTable:
     """One sequence's logical to physical map; only the manager writes it."""
+
+    def __repr__(self) -> str: ...
 
     @property
     def blocks(self) -> list[int]:
@@ -87,6 +95,8 @@ class BlockTable:
 
 class Block:
     """State of one block at the time of the call."""
+
+    def __repr__(self) -> str: ...
 
     @property
     def ref_cnt(self) -> int:

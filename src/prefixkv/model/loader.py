@@ -62,7 +62,7 @@ def load_model(
     """
     stored = resolve_dtype(dtype, device)
     path = wheel_model_directory(progress=progress) if model is None else Path(model).expanduser()
-    if path.is_dir():
+    if (path / "config.json").is_file():
         raw = read_json(path / "config.json")
         config = parse_config(raw, str(path / "config.json"))
         weights: Weights = HuggingFaceWeights(path)
@@ -73,13 +73,18 @@ def load_model(
         weights = GGUFWeights(file)
         tokenizer = make_tokenizer(*gguf_tokenizer(file.metadata, str(path)), str(path))
     else:
-        raise ModelError(
-            f"{path}: no such model; give a Hugging Face directory (config.json, safetensors, "
-            "tokenizer.json) or a GGUF file on this machine"
-        )
+        raise ModelError(_no_model(path))
     llama = Llama(config, _make_ops(stored, device, pool), WeightReader(weights, progress), device)
     name = DEFAULT_MODEL.name if model is None else (path.stem if path.is_file() else path.name)
     return LoadedModel(name, config, llama, tokenizer, stored, device)
+
+
+def _no_model(path: Path) -> str:
+    what = "a directory without config.json" if path.is_dir() else "nothing is there"
+    hint = "give a Hugging Face directory (config.json, safetensors, tokenizer.json) or a GGUF file"
+    if not path.is_absolute() and len(path.parts) == 2 and not path.parent.exists():
+        hint += "; if this names a model of a hub, download it first and give its directory"
+    return f"{path}: {what}; {hint}"
 
 
 def resolve_dtype(dtype: str, device: str) -> torch.dtype:
