@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 INTERNAL_ERROR = "the server failed on this request; its log says why"
 MAX_SHOWN_CHARS = 60
 
+_JSON = json.JSONEncoder(ensure_ascii=False, default=str)
+
 _EXPECTED = {
     "string_type": "a string",
     "bool_type": "true or false",
@@ -65,8 +67,19 @@ def error_of(error: Exception, *, engine_is_alive: bool) -> tuple[int, dict[str,
 
 def shown(value: Any) -> str:
     """A value of a request as its sender wrote it, shortened."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."
+    if isinstance(value, str):
+        value = value[: MAX_SHOWN_CHARS + 1]
+    text = ""
+    for part in _JSON.iterencode(value):  # piece by piece: the whole may be megabytes
+        text += part
+        if len(text) > MAX_SHOWN_CHARS:
+            return text[: MAX_SHOWN_CHARS - 3] + "..."
+    return text
+
+
+def shown_name(name: str) -> str:
+    """The name of a field as its sender wrote it, shortened."""
+    return name if len(name) <= MAX_SHOWN_CHARS else name[: MAX_SHOWN_CHARS - 3] + "..."
 
 
 def validation_error(error: ValidationError) -> RequestError:
@@ -79,13 +92,17 @@ def validation_error(error: ValidationError) -> RequestError:
     if kind == "extra_forbidden":
         message = f"{field} is not a field that this server knows; leave it out"
         return RequestError(message, param=field, code="unknown_parameter")
+    if kind == "too_long":
+        limit = first["ctx"]["max_length"]
+        message = f"{field} has {len(first['input'])} items; at most {limit} are allowed"
+        return RequestError(message, param=field)
     limit = _limit(kind, first.get("ctx", {}), first["msg"])
     return RequestError(f"{field} is {shown(first['input'])}; it must be {limit}", param=field)
 
 
 def field_name(location: tuple[str | int, ...]) -> str:
     """``("messages", 0, "role")`` as ``messages[0].role``."""
-    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    parts = (f"[{part}]" if isinstance(part, int) else f".{shown_name(part)}" for part in location)
     return "".join(parts).removeprefix(".")
 
 

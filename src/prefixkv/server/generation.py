@@ -95,9 +95,12 @@ async def _merged(streams: Sequence[AsyncGenerator[RequestOutput]]) -> AsyncGene
             end = error
         queue.put_nowait((index, end))
 
-    tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
-    running = len(tasks)
+    tasks: list[asyncio.Task[None]] = []
+    running = len(streams)
     try:
+        for index, stream in enumerate(streams):
+            tasks.append(asyncio.create_task(pump(index, stream)))
+            await asyncio.sleep(0)  # the engine looks at a whole prompt: let others run between two
         while running:
             index, item = await queue.get()
             if isinstance(item, Exception):

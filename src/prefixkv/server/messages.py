@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from prefixkv.errors import RequestError
-from prefixkv.server.errors import shown
+from prefixkv.server.errors import shown, shown_name
 from prefixkv.server.fields import unsupported
 
 ROLES = ("system", "developer", "user", "assistant")
@@ -40,11 +40,7 @@ def _message(where: str, message: dict[str, Any]) -> dict[str, str]:
     if name is not None:
         clean["name"] = _string(f"{where}.name", name)
     for unknown in fields:
-        raise RequestError(
-            f"{where}.{unknown} is not a field that this server knows; leave it out",
-            param=f"{where}.{unknown}",
-            code="unknown_parameter",
-        )
+        raise _unknown(where, unknown)
     return clean
 
 
@@ -80,12 +76,17 @@ def _part(where: str, part: Any) -> str:
             code="unsupported_parameter",
         )
     for unknown in part.keys() - {"type", "text"}:
-        raise RequestError(
-            f"{where}.{unknown} is not a field that this server knows; leave it out",
-            param=f"{where}.{unknown}",
-            code="unknown_parameter",
-        )
+        raise _unknown(where, unknown)
     return _string(f"{where}.text", part.get("text"))
+
+
+def _unknown(where: str, name: str) -> RequestError:
+    field = f"{where}.{shown_name(name)}"
+    return RequestError(
+        f"{field} is not a field that this server knows; leave it out",
+        param=field,
+        code="unknown_parameter",
+    )
 
 
 def _string(where: str, value: Any) -> str:

@@ -14,6 +14,8 @@ MAX_PROMPTS = 1024
 
 # About a millisecond of tokenising: shorter texts cost less than handing them to a thread.
 _THREAD_CHARS = 4096
+# What a text costs besides, counted in characters.
+_TEXT_CHARS = 64
 
 T = TypeVar("T")
 
@@ -35,10 +37,14 @@ class Prompts:
 
         Raises:
             RequestError: it is none of these, or empty, or more than 1024 prompts.
-            ContextLengthError: a text is so long that no tokens could make it fit.
+            ContextLengthError: token ids are more than fit, or a text is so long that no tokens
+                could make it fit.
         """
         prompts = _as_list(prompt)
-        size = sum(len(item) for item in prompts if isinstance(item, str))
+        for item in prompts:
+            if not isinstance(item, str):
+                self._check_length(item)
+        size = sum(len(item) + _TEXT_CHARS for item in prompts if isinstance(item, str))
         return await _in_thread_if_long(
             size,
             lambda: [self._encode(item) if isinstance(item, str) else item for item in prompts],
@@ -51,11 +57,19 @@ class Prompts:
             RequestError: the model has no chat template, or its template refuses the messages.
             ContextLengthError: its text is so long that no tokens could make it fit.
         """
-        size = sum(len(message["content"]) for message in messages)
+        size = sum(len(text) + _TEXT_CHARS for message in messages for text in message.values())
         return await _in_thread_if_long(
             size,
             lambda: self._encode(self._tokenizer.render_chat(messages), add_special_tokens=False),
         )
+
+    def _check_length(self, ids: list[int]) -> None:
+        room = self._max_model_len - 1
+        if len(ids) > room:
+            raise ContextLengthError(
+                f"the prompt has {len(ids)} tokens; with one to generate at most "
+                f"{self._max_model_len} fit here, so shorten it by {len(ids) - room}"
+            )
 
     def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         if len(text) > self._max_chars:
@@ -73,14 +87,14 @@ def _as_list(prompt: Any) -> list[str | list[int]]:
         prompt = [prompt]
     if not isinstance(prompt, list):
         raise _wrong_kind("is", prompt)
-    for item in prompt:
-        if not isinstance(item, str | list):
-            raise _wrong_kind("holds", item)
     if len(prompt) > MAX_PROMPTS:
         raise RequestError(
             f"prompt holds {len(prompt)} prompts; at most {MAX_PROMPTS} are allowed",
             param="prompt",
         )
+    for item in prompt:
+        if not isinstance(item, str | list):
+            raise _wrong_kind("holds", item)
     return prompt
 
 

@@ -11,11 +11,15 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import from_json
 
 from prefixkv.errors import RequestError
-from prefixkv.request import SamplingParams
+from prefixkv.request import MAX_STOP_STRINGS, SamplingParams
 from prefixkv.server.errors import shown, validation_error
 from prefixkv.server.fields import honoured
 
+MAX_FIELDS = 128
 MAX_CHOICES = 128
+MAX_MESSAGES = 4096
+MAX_STOP_TOKEN_IDS = 4096
+MAX_NAME_CHARS = 1024
 MAX_SALT_CHARS = 1024
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -27,7 +31,7 @@ def _listed(value: Any) -> Any:
 
 
 Count = Annotated[int, Field(le=INT32_MAX)]
-Stop = Annotated[list[str], BeforeValidator(_listed)]
+Stop = Annotated[list[str], BeforeValidator(_listed), Field(max_length=MAX_STOP_STRINGS)]
 
 
 class _Body(BaseModel):
@@ -44,7 +48,7 @@ class StreamOptions(_Body):
 class CompletionBase(_Body):
     """What both dialects share."""
 
-    model: str | None = None
+    model: str | None = Field(None, max_length=MAX_NAME_CHARS)
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = Field(1, ge=1, le=MAX_CHOICES)
@@ -55,7 +59,7 @@ class CompletionBase(_Body):
     max_tokens: Count | None = None
     min_tokens: Count = 0
     stop: Stop = []
-    stop_token_ids: list[Count] = []
+    stop_token_ids: list[Count] = Field([], max_length=MAX_STOP_TOKEN_IDS)
     ignore_eos: bool = False
     seed: int | None = None
     skip_special_tokens: bool = True
@@ -90,7 +94,7 @@ class CompletionBase(_Body):
 class ChatRequest(CompletionBase):
     """The body of ``/v1/chat/completions``; the messages are read by ``messages.py``."""
 
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, Any]] = Field(max_length=MAX_MESSAGES)
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
@@ -139,6 +143,8 @@ def parse_body(data: bytes, kind: type[Body]) -> Body:
         raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(fields, dict):
         raise RequestError(f"the body is {shown(fields)}; it must be a JSON object")
+    if len(fields) > MAX_FIELDS:
+        raise RequestError(f"the body has {len(fields)} fields; at most {MAX_FIELDS} are allowed")
     try:
         body = kind.model_validate(honoured(fields))
     except ValidationError as error:

@@ -12,7 +12,6 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from prefixkv import __version__
 from prefixkv.request import SamplingParams
-from prefixkv.server.body import read_body
 from prefixkv.server.errors import error_body
 from prefixkv.server.generation import Job, collected, while_connected
 from prefixkv.server.messages import chat_messages
@@ -29,9 +28,9 @@ router = APIRouter()
 async def chat_completions(request: Request) -> Response:
     """OpenAI's chat: the model's chat template turns messages into a prompt."""
     serving = _serving(request)
-    body = parse_body(await read_body(request, serving.max_body_size), ChatRequest)
+    body, messages = await serving.bodies.read(request, _chat)
     model, params = serving.model(body.model), body.params()
-    prompt = await serving.prompts.chat(chat_messages(body.messages))
+    prompt = await serving.prompts.chat(messages)
     job = _job("chatcmpl", body, model, [prompt], params)
     return await _answer(serving, request, job, ChatShape(serving.token_text))
 
@@ -40,7 +39,7 @@ async def chat_completions(request: Request) -> Response:
 async def completions(request: Request) -> Response:
     """OpenAI's completions: text or token ids go on as they are."""
     serving = _serving(request)
-    body = parse_body(await read_body(request, serving.max_body_size), CompletionRequest)
+    body = await serving.bodies.read(request, _completion)
     model, params = serving.model(body.model), body.params()
     prompts = await serving.prompts.completion(body.prompt)
     job = _job("cmpl", body, model, prompts, params)
@@ -97,6 +96,15 @@ def _model(serving: Serving, name: str) -> dict[str, Any]:
         "owned_by": "prefixkv",
         "max_model_len": serving.engine.max_model_len,
     }
+
+
+def _chat(data: bytes) -> tuple[ChatRequest, list[dict[str, str]]]:
+    body = parse_body(data, ChatRequest)
+    return body, chat_messages(body.messages)
+
+
+def _completion(data: bytes) -> CompletionRequest:
+    return parse_body(data, CompletionRequest)
 
 
 def _job(

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from prefixkv.engine.async_engine import AsyncEngine
 from prefixkv.model.tokenizer import Tokenizer
+from prefixkv.server.body import Bodies
 from prefixkv.server.errors import HTTPError
 from prefixkv.server.metrics import Latencies
 from prefixkv.server.prompts import Prompts
@@ -34,7 +35,7 @@ class Serving:
 
     engine: AsyncEngine
     model_names: tuple[str, ...]
-    max_body_size: int
+    bodies: Bodies
     created: int
     prompts: Prompts
     token_text: TokenTexts
@@ -46,7 +47,7 @@ class Serving:
         return cls(
             engine,
             names,
-            options.max_body_size * MIB,
+            Bodies(options.max_body_size * MIB),
             created,
             Prompts(engine.tokenizer, engine.max_model_len),
             TokenTexts(engine.tokenizer),

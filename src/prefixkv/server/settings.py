@@ -27,7 +27,7 @@ class ServerOptions:
     served_model_name: tuple[str, ...] = _option(
         (), "Name that requests use; give it again for more names [default: the model's own]"
     )
-    max_body_size: int = _option(32, "Largest request body, in MiB")
+    max_body_size: int = _option(8, "Largest request body, in MiB")
     shutdown_timeout: int = _option(30, "Seconds that running requests get when it stops")
 
     def __post_init__(self) -> None:
