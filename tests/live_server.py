@@ -84,7 +84,7 @@ class LiveServer:
 
 
 @contextmanager
-def running(model: Path | None, **options: Any) -> Iterator[LiveServer]:
+def running(model: Path | None, *, max_body_size: int = 1, **options: Any) -> Iterator[LiveServer]:
     """Serve a model on a free port of 127.0.0.1 until the block ends."""
     defaults: dict[str, Any] = {
         "block_size": BLOCK_SIZE,
@@ -93,7 +93,7 @@ def running(model: Path | None, **options: Any) -> Iterator[LiveServer]:
         "dtype": "float32",
         "threads": 1,
     }
-    server_options = ServerOptions(port=0, max_body_size=1)
+    server_options = ServerOptions(port=0, max_body_size=max_body_size)
     engine = AsyncEngine.from_options(EngineOptions(model=model, **(defaults | options)))
     sock = bind(server_options)
     ready = threading.Event()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,6 +58,66 @@ class TestHangingUp:
             eventually(lambda: server.engine.stats().num_running > 0)
         assert server.idle_blocks == before
         assert server.engine.stats().generation_tokens - made < LONG
+
+
+MIB = 2**20
+
+
+def filled(head: str, item: str, tail: str) -> bytes:
+    """A body of almost 8 MiB."""
+    count = (8 * MIB - len(head) - len(tail)) // (len(item) + 1)
+    return (head + ",".join([item] * count) + tail).encode()
+
+
+class TestLargeBodies:
+    """Bodies as large as is allowed, made to be slow to read."""
+
+    CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
+    ID_LIST = f"[{'7,' * 1800}-1]"
+    MANY_FIELDS = tuple(f'"{number}":1' for number in range(700_000))
+    BODIES = (
+        (PLAIN, filled('{"prompt": [', "[]", "]}")),
+        (PLAIN, filled('{"stop_token_ids": [', '"x"', "]}")),
+        (PLAIN, f'{{"prompt": [{",".join([ID_LIST] * 1024)}]}}'.encode()),
+        (PLAIN, f'{{"stream_options": {{{",".join(MANY_FIELDS)}}}}}'.encode()),
+        (CHAT, filled('{"messages": [', '{"role":"user","content":"x"}', "]}")),
+        (CHAT, filled('{"messages": [', "{}", "]}")),
+        (
+            CHAT,
+            filled('{"messages": [{"role":"user","content":[', '{"type":"text","text":""}', "]}]}"),
+        ),
+    )
+
+    def test_others_are_answered_meanwhile(self, tmp_path: Path) -> None:
+        with running(write_tiny_model(tmp_path / "tiny"), max_body_size=8) as live:
+            sent = [self._all_but_the_last_byte(live, path, body) for path, body in self.BODIES]
+            waiting = threading.Thread(target=self._finish, args=[sent])
+            waiting.start()
+            healthy = 0
+            while waiting.is_alive():
+                healthy += live.http.get("/health").status_code == 200
+        # One that holds up all others lets a few through before and after it at most.
+        assert healthy > 5 * len(sent)
+
+    @staticmethod
+    def _all_but_the_last_byte(live: LiveServer, path: str, body: bytes) -> socket.socket:
+        host, _, port = live.url.removeprefix("http://").partition(":")
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        )
+        connection = socket.create_connection((host, int(port)))
+        connection.sendall(head.encode() + body[:-1])
+        return connection
+
+    @staticmethod
+    def _finish(connections: list[socket.socket]) -> None:
+        """Send the last bytes, all at once, and read the answers."""
+        for connection in connections:
+            connection.sendall(b"}")
+        for connection in connections:
+            with connection:
+                assert connection.recv(100).startswith(b"HTTP/1.1 400")
 
 
 class TestMetrics:

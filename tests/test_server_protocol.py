@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from live_server import MAX_MODEL_LEN, LiveServer, running
+from prefixkv.server.errors import shown
 from tiny_model import write_tiny_model
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
@@ -297,6 +298,59 @@ class TestBodies:
         parts = (b" " * 2**16 for _ in range(20))
         answer = server.http.post(PLAIN, content=parts, headers=JSON)
         assert error_of(answer, 413)["code"] == "request_too_large"
+
+
+class TestBounds:
+    """What is larger than any request needs is refused before it is walked."""
+
+    @pytest.mark.parametrize(
+        ("body", "message"),
+        [
+            (dict.fromkeys(map(str, range(128)), 1), "the body has 129 fields; at most 128"),
+            (
+                {"stream_options": dict.fromkeys(map(str, range(129)), 1)},
+                "stream_options has 129 items; at most 128",
+            ),
+            ({"stop": ["x"] * 17}, "stop has 17 items; at most 16"),
+            ({"stop_token_ids": [1] * 4097}, "stop_token_ids has 4097 items; at most 4096"),
+            ({"model": "x" * 1025}, "a string of 1024 characters or less"),
+            ({"prompt": ["x"] * 1025}, "prompt holds 1025 prompts; at most 1024"),
+            ({"prompt": [5] * MAX_MODEL_LEN}, f"at most {MAX_MODEL_LEN} fit here"),
+            ({"prompt": [[5], [5] * MAX_MODEL_LEN]}, f"at most {MAX_MODEL_LEN} fit here"),
+        ],
+    )
+    def test_of_a_completion(self, server: LiveServer, body: dict[str, Any], message: str) -> None:
+        assert message in error_of(server.post(PLAIN, **({"prompt": "x"} | body)), 400)["message"]
+
+    def test_of_a_conversation(self, server: LiveServer) -> None:
+        messages = [{"role": "user", "content": "x"}] * 4097
+        error = error_of(server.post(CHAT, messages=messages), 400)
+        assert error["message"] == "messages has 4097 items; at most 4096 are allowed"
+
+    @pytest.mark.parametrize(
+        "body",
+        [
+            {"x" * 10_000: 1},
+            {"messages": [{"role": "user", "content": "x", "x" * 10_000: 1}]},
+            {"messages": [{"role": "x" * 10_000, "content": "x"}]},
+            {"model": "x" * 10_000},
+        ],
+    )
+    def test_an_error_is_short_whatever_it_names(
+        self, server: LiveServer, body: dict[str, Any]
+    ) -> None:
+        messages = {"messages": [{"role": "user", "content": "x"}]}
+        answer = server.post(CHAT, **(messages | body))
+        error_of(answer, 400)
+        assert len(answer.content) < 500
+
+    def test_a_long_value_is_not_walked_to_show_its_start(self) -> None:
+        class Endless(list[int]):
+            def __iter__(self) -> Iterator[int]:
+                while True:
+                    yield 1
+
+        assert shown(Endless([1])).startswith("[1, 1, ")
 
 
 class TestPaths:

@@ -7,8 +7,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import from_json
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError, from_json
 
 from prefixkv.errors import RequestError
 from prefixkv.request import MAX_STOP_STRINGS, SamplingParams
@@ -30,12 +38,24 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+# FailFast: only the first fault is told, and each that is kept costs as much as a good value.
 Count = Annotated[int, Field(le=INT32_MAX)]
-Stop = Annotated[list[str], BeforeValidator(_listed), Field(max_length=MAX_STOP_STRINGS)]
+Stop = Annotated[
+    list[str], FailFast(), Field(max_length=MAX_STOP_STRINGS), BeforeValidator(_listed)
+]
+StopTokenIds = Annotated[list[Count], FailFast(), Field(max_length=MAX_STOP_TOKEN_IDS)]
+Messages = Annotated[list[dict[str, Any]], FailFast(), Field(max_length=MAX_MESSAGES)]
 
 
 class _Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bounded(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            raise PydanticCustomError("too_long", "too many fields", {"max_length": MAX_FIELDS})
+        return value
 
 
 class StreamOptions(_Body):
@@ -59,7 +79,7 @@ class CompletionBase(_Body):
     max_tokens: Count | None = None
     min_tokens: Count = 0
     stop: Stop = []
-    stop_token_ids: list[Count] = Field([], max_length=MAX_STOP_TOKEN_IDS)
+    stop_token_ids: StopTokenIds = []
     ignore_eos: bool = False
     seed: int | None = None
     skip_special_tokens: bool = True
@@ -94,7 +114,7 @@ class CompletionBase(_Body):
 class ChatRequest(CompletionBase):
     """The body of ``/v1/chat/completions``; the messages are read by ``messages.py``."""
 
-    messages: list[dict[str, Any]] = Field(max_length=MAX_MESSAGES)
+    messages: Messages
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
