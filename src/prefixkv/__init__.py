@@ -19,13 +19,23 @@ __all__ = [
     "SamplingParams",
     "TokenLogprobs",
     "__version__",
+    "how_to_install",
 ]
+
+
+def how_to_install(extra: str) -> str:
+    """The command that installs one of the package's extras."""
+    return f"pip install 'prefixkv[{extra}]', or '.[{extra}]' in a checkout"
 
 
 def __getattr__(name: str) -> Any:
     # Loaded when asked for, so that `prefixkv.cache` never imports torch.
     if name == "LLM":
-        from prefixkv.engine.llm import LLM
-
+        try:
+            from prefixkv.engine.llm import LLM
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] in ("", "prefixkv"):
+                raise
+            raise ImportError(f"LLM needs torch and more: {how_to_install('engine')}") from error
         return LLM
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

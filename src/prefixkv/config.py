@@ -52,10 +52,16 @@ class EngineOptions:
         choices=ATTENTION_BACKENDS,
     )
     threads: int | None = _option(None, "CPU threads [default: the cores this process may use]")
-    prefix_cache: str = _option("hash", "Prefix cache, or off", choices=CACHE_SYSTEMS)
+    prefix_cache: str = _option(
+        "hash", "hash: share blocks by content hash; off: share nothing", choices=CACHE_SYSTEMS
+    )
     hash_algorithm: str = _option("xxh3", "Hash of a block's content", choices=HASH_ALGORITHMS)
     block_size: int = _option(16, "Tokens a block, 1 to 1024")
-    num_blocks: int | None = _option(None, "Blocks in the pool (instead of --kv-cache-memory)")
+    num_blocks: int | None = _option(
+        None,
+        "Blocks in the pool (instead of --kv-cache-memory); a request never gets more tokens than "
+        "the pool holds",
+    )
     kv_cache_memory: str | int | None = _option(
         None,
         "Memory for K/V: bytes, a size such as 4GiB, or a share of free memory such as 40% "

@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from prefixkv import how_to_install
+
+MISUSE = 2
 INTERRUPTED = 130
 
 
@@ -14,16 +17,20 @@ def main(args: Sequence[str] | None = None) -> int:
         import click
 
         from prefixkv.cli.app import app
-        from prefixkv.errors import PrefixKVError
+        from prefixkv.cli.flags import usage_message, with_flag_names
+        from prefixkv.errors import ConfigError, PrefixKVError
     except ModuleNotFoundError as error:
         return _missing(error)
     try:
         code = app.main(args, prog_name="prefixkv", standalone_mode=False)
+    except click.UsageError as error:
+        return _failed(usage_message(error), MISUSE)
     except click.ClickException as error:
-        error.show()
-        return error.exit_code
+        return _failed(error.format_message())
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
+    except ConfigError as error:
+        return _failed(with_flag_names(str(error)))
     except PrefixKVError as error:
         return _failed(str(error))
     except ModuleNotFoundError as error:
@@ -37,11 +44,11 @@ def _missing(error: ModuleNotFoundError) -> int:
     if package in ("", "prefixkv"):
         raise error
     return _failed(
-        f"the package {package!r} is not installed; pip install 'prefixkv[engine]' brings what "
-        "generate, chat and demo need, 'prefixkv[server]' what serve needs too"
+        f"the package {package!r} is not installed; generate, chat and demo need "
+        f"{how_to_install('engine')}; serve needs the extra 'server' instead"
     )
 
 
-def _failed(message: str) -> int:
+def _failed(message: str, code: int = 1) -> int:
     print(f"error: {message}", file=sys.stderr)
-    return 1
+    return code

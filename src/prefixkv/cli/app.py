@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from prefixkv import __version__
+from prefixkv.cli import MISUSE
 from prefixkv.cli.flags import flags, take
 from prefixkv.cli.sampling import sampling_flags, sampling_params
 from prefixkv.config import EngineOptions
@@ -16,13 +17,21 @@ from prefixkv.server.settings import ServerOptions
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
-@click.group(context_settings=_SETTINGS)
+_EPILOG = """The default model comes from a package and is converted once, into the directory that
+PREFIXKV_CACHE_DIR names, or prefixkv in the user's cache directory."""
+
+
+@click.group(context_settings=_SETTINGS, epilog=_EPILOG, invoke_without_command=True)
 @click.version_option(__version__, message="prefixkv %(version)s")
-def app() -> None:
+@click.pass_context
+def app(context: click.Context) -> None:
     """Serve language models and compute every shared prompt prefix once."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help(), err=True)
+        context.exit(MISUSE)
 
 
-@app.command()
+@app.command(short_help="Serve a model over HTTP, in the OpenAI dialect.")
 @flags(ServerOptions, EngineOptions)
 def serve(**values: Any) -> None:
     """Serve a model over HTTP, in the OpenAI dialect."""
@@ -32,7 +41,7 @@ def serve(**values: Any) -> None:
     run(engine, server)
 
 
-@app.command()
+@app.command(short_help="Continue a prompt.")
 @click.argument("prompt", default="-")
 @click.option("--chat", is_flag=True, help="Put the prompt through the model's chat template")
 @click.option("-v", "--verbose", is_flag=True, help="Say what was cached and computed, on stderr")
@@ -46,7 +55,7 @@ def generate(prompt: str, chat: bool, verbose: bool, **values: Any) -> None:
     run(options, sys.stdin.read() if prompt == "-" else prompt, params, chat, verbose)
 
 
-@app.command()
+@app.command(short_help="Talk with a model; each turn says what the cache saved.")
 @click.option("--system", help="A system message that comes first")
 @sampling_flags(max_tokens=512)
 @flags(EngineOptions)
@@ -58,7 +67,7 @@ def chat(system: str | None, **values: Any) -> None:
     run(options, system, params)
 
 
-@app.command()
+@app.command(short_help="Show what the prefix cache saves.")
 @flags(EngineOptions)
 def demo(**values: Any) -> None:
     """Show what the prefix cache saves: one document, several questions, then a chat."""

@@ -23,6 +23,7 @@ def run(
         try:
             session.stream(token_ids, params, output, lambda text: click.echo(text, nl=False))
         finally:
-            click.echo()
+            if output.token_ids:
+                click.echo()
     if verbose:
         click.echo(counts(output), err=True)

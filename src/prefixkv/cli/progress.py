@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -18,6 +19,7 @@ from rich.progress import (
 Report = Callable[[str, int, int], None]
 
 _LINE_STEP = 25  # percent
+_QUIET = 2.0  # seconds: what is done sooner gets no line
 
 
 @contextmanager
@@ -51,11 +53,12 @@ class _Bars:
 class _Lines:
     def __init__(self, console: Console) -> None:
         self._console = console
+        self._start = time.monotonic()
         self._next: dict[str, int] = {}
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         percent = 100 * done // total if total else 0
-        if percent < self._next.get(stage, 0):
+        if time.monotonic() - self._start < _QUIET or percent < self._next.get(stage, 0):
             return
         self._next[stage] = percent - percent % _LINE_STEP + _LINE_STEP
         share = f" {percent}%" if total else ""

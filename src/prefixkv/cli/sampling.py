@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
+from prefixkv.cli.flags import take
 from prefixkv.request import SamplingParams
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -45,7 +46,6 @@ def sampling_params(values: dict[str, Any]) -> SamplingParams:
     """Make parameters from the values of the flags and remove them from ``values``.
 
     Raises:
-        RequestError: a value is out of its limits.
+        click.UsageError: a value is out of its limits.
     """
-    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
-    return SamplingParams(**{name: values.pop(name) for name in names})
+    return take(SamplingParams, values)

@@ -12,15 +12,27 @@ from prefixkv.server.settings import ServerOptions
 
 
 def run(options: EngineOptions, server: ServerOptions) -> None:
-    """Bind, load, serve; one line on stderr says when it is ready."""
+    """Bind, load, serve; lines on stderr say when it is ready and what it waits for at its end."""
     with http.bind(server) as sock:
         with progress() as report:
             engine = AsyncEngine.from_options(options, report)
         console = Console(stderr=True)
-        ready = f"prefixkv serves {engine.summary} on {http.url(sock)}"
+
+        def say(text: str) -> None:
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+
         http.serve(
             engine,
             server,
             sock,
-            lambda: console.print(ready, markup=False, highlight=False, soft_wrap=True),
+            on_ready=lambda: say(f"prefixkv serves on {http.url(sock)}/v1\n{engine.summary}"),
+            on_stopping=lambda running: say(_farewell(running, server.shutdown_timeout)),
         )
+
+
+def _farewell(running: int, timeout: int) -> str:
+    one = running == 1
+    return (
+        f"stopping: {running} {'request gets' if one else 'requests get'} up to {timeout} s; "
+        f"Ctrl-C again ends {'it' if one else 'them'}"
+    )

@@ -157,9 +157,12 @@ def _conclude(rows: Sequence[Row], console: Console) -> None:
     prompt = sum(row.prompt_tokens or 0 for row in rows)
     saved = prompt - sum(row.computed_tokens or 0 for row in rows)
     on, off = sum(row.total_on for row in rows), sum(row.total_off for row in rows)
-    console.print(f"All {len(rows)} answers are the same with the cache on and off.")
+    console.print(
+        f"All {len(rows)} answers are the same with the cache on and off.", highlight=False
+    )
     console.print(
         f"The cache saved {saved:,} of {prompt:,} prompt tokens ({100 * saved / prompt:.0f} %) and "
         f"{off - on:.1f} of {off:.1f} seconds: {off / on:.1f} times as fast.",
         style="bold",
+        highlight=False,
     )

@@ -49,9 +49,7 @@ class Row:
         text = Text.assemble((f"{self.label}  ", "dim"), (self.question, "bold"))
         if self.answer:
             text.append(f"\n{self.answer}", "green")
-        if self.same is True:
-            text.append(" (the same with the cache off)", "dim")
-        elif self.same is False:
+        if self.same is False:
             text.append(" (ANOTHER with the cache off)", "bold red")
         return text
 

@@ -24,11 +24,19 @@ class Server(uvicorn.Server):
     """Serves one engine. SIGTERM ends it well, SIGINT raises KeyboardInterrupt at its end.
 
     What runs gets ``shutdown_timeout`` seconds then, or until a second SIGINT; what is left is
-    aborted by the engine, so that clients are told. ``on_ready`` is called once it listens.
+    aborted by the engine, so that clients are told.
+
+    Args:
+        on_ready: called once it listens.
+        on_stopping: called with the number of requests that it waits for at its end, if any.
     """
 
     def __init__(
-        self, engine: AsyncEngine, options: ServerOptions, on_ready: Callable[[], None]
+        self,
+        engine: AsyncEngine,
+        options: ServerOptions,
+        on_ready: Callable[[], None],
+        on_stopping: Callable[[int], None] = lambda _running: None,
     ) -> None:
         config = uvicorn.Config(
             create_app(engine, options),
@@ -41,6 +49,7 @@ class Server(uvicorn.Server):
         self._engine = engine
         self._timeout = options.shutdown_timeout
         self._on_ready = on_ready
+        self._on_stopping = on_stopping
         self._hurry = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -56,6 +65,9 @@ class Server(uvicorn.Server):
             super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        running = len(self.server_state.tasks)
+        if running and self._timeout:
+            self._on_stopping(running)
         ending = asyncio.create_task(self._abort_late())
         await super().shutdown(sockets)
         ending.cancel()
@@ -102,10 +114,11 @@ def serve(
     options: ServerOptions,
     sock: socket.socket,
     on_ready: Callable[[], None],
+    on_stopping: Callable[[int], None],
 ) -> None:
     """Serve on a bound socket until SIGTERM or SIGINT.
 
     Raises:
         KeyboardInterrupt: it ended by SIGINT.
     """
-    asyncio.run(Server(engine, options, on_ready).serve(sockets=[sock]))
+    asyncio.run(Server(engine, options, on_ready, on_stopping).serve(sockets=[sock]))
