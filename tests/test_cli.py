@@ -66,7 +66,9 @@ def serving(model: Path, *args: str) -> Iterator[tuple[subprocess.Popen[str], st
         assert process.stderr is not None
         for line in process.stderr:
             if "http://" in line:
-                yield process, line[line.index("http://") :].strip()
+                url = line[line.index("http://") :].strip()
+                assert "blocks" in next(process.stderr)  # the summary
+                yield process, url.removesuffix("/v1")
                 return
         raise AssertionError("the server ended before it was ready")
 
@@ -82,6 +84,15 @@ class TestHelp:
     def test_names_the_commands(self) -> None:
         text = run("--help").stdout
         assert all(command in text for command in ("serve", "generate", "chat", "demo"))
+        assert "..." not in text.partition("Commands:")[2]
+
+    def test_names_the_variable_of_the_cache_directory(self) -> None:
+        assert "PREFIXKV_CACHE_DIR" in run("--help").stdout
+
+    def test_no_command_is_misuse_and_gets_the_help(self) -> None:
+        done = run()
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "Commands:" in done.stderr
 
     @pytest.mark.parametrize("command", ["serve", "generate", "chat", "demo"])
     def test_every_engine_option_is_a_flag(
@@ -106,40 +117,54 @@ class TestHelp:
 
 class TestMistakes:
     @pytest.mark.parametrize(
-        "args",
+        ("args", "named"),
         [
-            ["generate", "x", "--num-blocks", "0"],
-            ["generate", "x", "--block-size", "5000"],
-            ["generate", "x", "--kv-cache-memory", "much"],
-            ["generate", "x", "--temperature", "3"],
-            ["generate", "x", "--model", "/no/such/model"],
-            ["serve", "--port", "70000"],
-            ["serve", "--host", "no.such.host.invalid"],
-            ["chat", "--max-tokens", "0"],
+            (["generate", "x", "--model", "/no/such/model"], "/no/such/model"),
+            (["serve", "--host", "no.such.host.invalid"], "--host"),
+            (["generate", "x", "--device", "gadget"], "--device is 'gadget'"),
         ],
     )
-    def test_an_error_is_one_line(self, args: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    def test_an_error_is_one_line(
+        self, args: list[str], named: str, capfd: pytest.CaptureFixture[str]
+    ) -> None:
         assert main(args) == 1
+        self._check_one_line(capfd, named)
+
+    @pytest.mark.parametrize(
+        ("args", "named"),
+        [
+            (["nonsense"], "nonsense"),
+            (["generate", "--nonsense"], "--nonsense"),
+            (["generate", "x", "--dtype", "int3"], "--dtype"),
+            (["generate", "x", "--num-blocks", "few"], "--num-blocks"),
+            (["generate", "one", "two"], "two"),
+            (["generate", "x", "--num-blocks", "0"], "--num-blocks is 0"),
+            (["generate", "x", "--block-size", "5000"], "--block-size is 5000; at most 1024"),
+            (["generate", "x", "--kv-cache-memory", "much"], "--kv-cache-memory is 'much'"),
+            (
+                ["chat", "--num-blocks", "5", "--kv-cache-memory", "1GB"],
+                "--num-blocks and --kv-cache-memory both",
+            ),
+            (["generate", "x", "--temperature", "3"], "--temperature is 3.0"),
+            (["serve", "--port", "70000"], "--port is 70000"),
+            (["chat", "--max-tokens", "0"], "--max-tokens is 0"),
+        ],
+    )
+    def test_misuse_of_a_flag_is_one_line_that_names_it(
+        self, args: list[str], named: str, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(args) == 2
+        err = self._check_one_line(capfd, named)
+        assert err.endswith(" --help)\n")
+
+    @staticmethod
+    def _check_one_line(capfd: pytest.CaptureFixture[str], named: str) -> str:
         out, err = capfd.readouterr()
         assert out == ""
         assert err.startswith("error: ")
+        assert named in err
         assert err.count("\n") == 1
-
-    @pytest.mark.parametrize(
-        "args",
-        [
-            ["nonsense"],
-            ["generate", "--nonsense"],
-            ["generate", "x", "--dtype", "int3"],
-            ["generate", "x", "--num-blocks", "few"],
-            ["generate", "one", "two"],
-        ],
-    )
-    def test_misuse_is_told_with_the_usage(
-        self, args: list[str], capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert main(args) == 2
-        assert "Usage: prefixkv" in capsys.readouterr().err
+        return err
 
     def test_a_missing_extra_is_named(self) -> None:
         code = (
@@ -150,8 +175,22 @@ class TestMistakes:
             [sys.executable, "-c", code], capture_output=True, text=True, check=False
         )
         assert done.returncode == 1
-        assert "'prefixkv[engine]'" in done.stderr
+        assert "pip install 'prefixkv[engine]', or '.[engine]' in a checkout" in done.stderr
         assert done.stderr.count("\n") == 1
+
+    def test_a_missing_extra_is_named_to_a_program_too(self) -> None:
+        code = (
+            "import sys; sys.modules['torch'] = None\n"
+            "try: from prefixkv import LLM\n"
+            "except ImportError as error: print(error, '|', error.__cause__.name)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False
+        )
+        assert done.stdout.strip() == (
+            "LLM needs torch and more: pip install 'prefixkv[engine]', or '.[engine]' in a "
+            "checkout | torch"
+        )
 
 
 class TestGenerate:
@@ -159,6 +198,10 @@ class TestGenerate:
         done = run("generate", PROMPT, "--max-tokens", "8", "--model", str(model), *SMALL)
         assert done.returncode == 0, done.stderr
         assert done.stdout.strip()
+
+    def test_says_nothing_but_the_text(self, model: Path) -> None:
+        done = run("generate", PROMPT, "--max-tokens", "1", "--model", str(model), *SMALL)
+        assert done.stderr == ""
 
     def test_reads_the_prompt_from_stdin(self, model: Path) -> None:
         flags = ("--max-tokens", "8", "--model", str(model), *SMALL)
@@ -173,7 +216,7 @@ class TestGenerate:
 
     def test_a_prompt_that_does_not_fit(self, model: Path) -> None:
         done = run("generate", PROMPT * 50, "--max-model-len", "64", "--model", str(model), *SMALL)
-        assert done.returncode == 1
+        assert (done.returncode, done.stdout) == (1, "")
         assert done.stderr.splitlines()[-1].startswith("error: ")
         assert "Traceback" not in done.stderr
 
@@ -245,6 +288,20 @@ class TestServe:
     def test_ctrl_c_ends_it_without_a_traceback(self, model: Path) -> None:
         with serving(model) as (process, _):
             assert signalled(process, signal.SIGINT) == (130, "")
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+    def test_says_what_it_waits_for(self, model: Path, number: signal.Signals) -> None:
+        body = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True, "stream": True, "n": 16}
+        with (
+            serving(model, "--num-blocks", "2000") as (process, url),
+            httpx.stream("POST", f"{url}/v1/completions", json=body) as answer,
+        ):
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(number)
+            assert process.stderr is not None
+            told = process.stderr.readline()
+            assert told == "stopping: 1 request gets up to 30 s; Ctrl-C again ends it\n"
 
     def test_what_runs_is_told_when_time_is_up(self, model: Path) -> None:
         body = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "stream": True}

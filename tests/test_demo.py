@@ -6,12 +6,14 @@ import io
 import itertools
 import re
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from rich.console import Console
 
 from prefixkv import demo
 from prefixkv.config import EngineOptions
+from prefixkv.demo.table import Row
 from prefixkv.engine.engine import Engine
 from prefixkv.errors import ConfigError, EngineError
 from prefixkv.model.tokenizer import load_tokenizer
@@ -35,10 +37,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(
-    model: Path, *, terminal: bool = False, script: demo.Script = SCRIPT, **options: object
+    model: Path,
+    *,
+    terminal: bool = False,
+    colours: Literal["standard"] | None = None,
+    script: demo.Script = SCRIPT,
+    **options: object,
 ) -> str:
     output = io.StringIO()
-    console = Console(file=output, width=100, force_terminal=terminal, color_system=None)
+    console = Console(file=output, width=100, force_terminal=terminal, color_system=colours)
     settings = {"num_blocks": 512, "block_size": BLOCK, **options}
     demo.run(EngineOptions(model=model, **settings), console, script)  # type: ignore[arg-type]
     return output.getvalue()
@@ -91,6 +98,20 @@ def test_the_last_line_tells_the_saving(printed: str) -> None:
 
 def test_equal_answers_are_told(printed: str) -> None:
     assert f"All {NUM_ASKS} answers are the same" in printed
+
+
+def test_the_closing_lines_have_no_colours(model: Path) -> None:
+    *_, equal, saved = run(model, terminal=True, colours="standard").strip().splitlines()
+    assert equal == f"All {NUM_ASKS} answers are the same with the cache on and off."
+    assert re.fullmatch(r"\x1b\[1m[^\x1b]+\x1b\[0m", saved)  # bold as a whole
+
+
+@pytest.mark.parametrize(
+    ("same", "mark"), [(None, ""), (True, ""), (False, " (ANOTHER with the cache off)")]
+)
+def test_only_an_answer_that_differs_is_marked(same: bool | None, mark: str) -> None:
+    row = Row("Question 1", "Who?", answer="Mira.", same=same)
+    assert row.text().plain.partition("Mira.")[2] == mark
 
 
 def test_the_second_engine_has_no_cache(printed: str) -> None:

@@ -63,7 +63,7 @@ def usage_message(error: click.UsageError) -> str:
     """A usage error as one line, in the style of all others."""
     text = error.format_message().rstrip(".")
     command = error.ctx.command_path if error.ctx else "prefixkv"
-    return f"{text[0].lower()}{text[1:]}; see {command} --help"
+    return f"{text[0].lower()}{text[1:]} (see {command} --help)"
 
 
 def _flag_name(name: str) -> str:
