@@ -13,14 +13,8 @@ import torch
 
 from prefixkv import LLM, RequestOutput, SamplingParams
 from prefixkv.errors import ConfigError, ContextLengthError, ModelError, RequestError
-from tiny_model import write_tiny_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
