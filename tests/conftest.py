@@ -1,4 +1,5 @@
 import os
+from pathlib import Path
 
 import pytest
 
@@ -16,3 +17,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "full" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model, made on the spot."""
+    from tiny_model import write_tiny_model  # torch: not for the tests of the cache alone
+
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"))

@@ -14,16 +14,10 @@ from prefixkv.config import EngineOptions
 from prefixkv.engine.async_engine import AsyncEngine
 from prefixkv.errors import EngineError, RequestError
 from prefixkv.request import RequestOutput, SamplingParams
-from tiny_model import write_tiny_model
 
 LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 SHORT = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPT = list(range(10, 40))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def serve(model: Path, use: Callable[[AsyncEngine], Awaitable[None]]) -> AsyncEngine:

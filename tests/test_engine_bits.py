@@ -12,7 +12,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from tiny_model import write_tiny_model
 
 from harness import Answer, Ask, Bench, same_bits
 
@@ -20,11 +19,6 @@ DTYPES = ("float32", "bfloat16")
 BLOCK_SIZES = (1, 4, 16, 64)
 LONGEST = 150
 NEW_TOKENS = 6
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 def make_prompts() -> list[list[int]]:
@@ -75,17 +69,17 @@ def options(setting: tuple[str, int, int]) -> dict[str, object]:
     return {"dtype": dtype, "block_size": block_size, "token_budget": budget}
 
 
-def test_chunks(tiny: Path, setting: tuple[str, int, int]) -> None:
-    bench = Bench(tiny, prefix_cache="off", num_blocks=2048, **options(setting))
-    assert same_bits(alone(bench), reference(tiny, setting[0]))
+def test_chunks(model: Path, setting: tuple[str, int, int]) -> None:
+    bench = Bench(model, prefix_cache="off", num_blocks=2048, **options(setting))
+    assert same_bits(alone(bench), reference(model, setting[0]))
 
 
-def test_hits(tiny: Path, setting: tuple[str, int, int]) -> None:
-    bench = Bench(tiny, num_blocks=2048, **options(setting))
+def test_hits(model: Path, setting: tuple[str, int, int]) -> None:
+    bench = Bench(model, num_blocks=2048, **options(setting))
     first = alone(bench)
     again = alone(bench)
-    assert same_bits(first, reference(tiny, setting[0]))
-    assert same_bits(again, reference(tiny, setting[0]))
+    assert same_bits(first, reference(model, setting[0]))
+    assert same_bits(again, reference(model, setting[0]))
     block_size = setting[1]
     assert [answer.output.num_cached_tokens for answer in again] == [
         (len(prompt) - 1) // block_size * block_size for prompt in PROMPTS
@@ -93,59 +87,59 @@ def test_hits(tiny: Path, setting: tuple[str, int, int]) -> None:
 
 
 @pytest.mark.parametrize("prefix_cache", ["hash", "off"])
-def test_company(tiny: Path, setting: tuple[str, int, int], prefix_cache: str) -> None:
-    bench = Bench(tiny, num_blocks=2048, prefix_cache=prefix_cache, **options(setting))
-    assert same_bits(together(bench), reference(tiny, setting[0]))
+def test_company(model: Path, setting: tuple[str, int, int], prefix_cache: str) -> None:
+    bench = Bench(model, num_blocks=2048, prefix_cache=prefix_cache, **options(setting))
+    assert same_bits(together(bench), reference(model, setting[0]))
 
 
-def test_arrivals_in_the_middle_of_others(tiny: Path, setting: tuple[str, int, int]) -> None:
-    bench = Bench(tiny, num_blocks=2048, **options(setting))
+def test_arrivals_in_the_middle_of_others(model: Path, setting: tuple[str, int, int]) -> None:
+    bench = Bench(model, num_blocks=2048, **options(setting))
     answers = in_the_middle(bench)
-    assert same_bits(answers, reference(tiny, setting[0]))
+    assert same_bits(answers, reference(model, setting[0]))
     assert cached_tokens(answers) > 0
 
 
-def test_preemption_and_eviction(tiny: Path, setting: tuple[str, int, int]) -> None:
+def test_preemption_and_eviction(model: Path, setting: tuple[str, int, int]) -> None:
     block_size = setting[1]
     enough_for_one = -(-(LONGEST + NEW_TOKENS) // block_size)
-    bench = Bench(tiny, num_blocks=enough_for_one + 1, **options(setting))
+    bench = Bench(model, num_blocks=enough_for_one + 1, **options(setting))
     rounds = [together(bench), in_the_middle(bench)]
     for answers in rounds:
-        assert same_bits(answers, reference(tiny, setting[0]))
+        assert same_bits(answers, reference(model, setting[0]))
     assert cached_tokens(rounds[0] + rounds[1]) > 0
 
 
-def test_the_small_pool_does_preempt_and_evict(tiny: Path) -> None:
-    bench = Bench(tiny, num_blocks=12, block_size=16)
+def test_the_small_pool_does_preempt_and_evict(model: Path) -> None:
+    bench = Bench(model, num_blocks=12, block_size=16)
     together(bench)
     assert bench.engine.stats().num_preemptions > 0
 
 
-def test_the_native_kernel_ran(tiny: Path) -> None:
-    bench = Bench(tiny, num_blocks=64)
+def test_the_native_kernel_ran(model: Path) -> None:
+    bench = Bench(model, num_blocks=64)
     together(bench)
     attention = bench.engine.runner.attention
     assert attention.backend == "native"
     assert attention.num_calls > 0
 
 
-def test_a_corrupted_block_changes_the_bits(tiny: Path) -> None:
-    bench = Bench(tiny, num_blocks=64)
+def test_a_corrupted_block_changes_the_bits(model: Path) -> None:
+    bench = Bench(model, num_blocks=64)
     alone(bench)
     attention, cache = bench.engine.runner.attention, bench.engine.cache
     block = cache.lookup(cache.sequence(PROMPTS[0])).blocks[2]
     attention.v_cache[0, block, 5] += 0.01
-    assert not same_bits(alone(bench), reference(tiny, "float32"))
+    assert not same_bits(alone(bench), reference(model, "float32"))
 
 
-def test_threads_do_not_matter(tiny: Path) -> None:
+def test_threads_do_not_matter(model: Path) -> None:
     for threads in (1, 2, 3):
-        bench = Bench(tiny, num_blocks=64, threads=threads)
-        assert same_bits(together(bench), reference(tiny, "float32"))
+        bench = Bench(model, num_blocks=64, threads=threads)
+        assert same_bits(together(bench), reference(model, "float32"))
 
 
-def test_the_torch_backend_agrees_closely(tiny: Path) -> None:
-    bench = Bench(tiny, num_blocks=64, attention="torch")
-    for answer, expected in zip(alone(bench), reference(tiny, "float32"), strict=True):
+def test_the_torch_backend_agrees_closely(model: Path) -> None:
+    bench = Bench(model, num_blocks=64, attention="torch")
+    for answer, expected in zip(alone(bench), reference(model, "float32"), strict=True):
         for ours, theirs in zip(answer.logits, expected.logits, strict=True):
             assert (ours - theirs).abs().max() < 1e-3
