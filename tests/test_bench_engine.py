@@ -183,7 +183,7 @@ def test_the_report_names_the_machine(report: dict[str, Any]) -> None:
     ("arguments", "told"),
     [
         (["--workload", "W9"], "there is no workload 'W9'; there are W1-c1,"),
-        (["--model", "missing"], "missing: no such model"),
+        (["--model", "missing"], "missing: nothing is there"),
         (["--repeats", "0"], "0 is not above 0"),
     ],
 )
