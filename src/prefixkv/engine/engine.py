@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ from prefixkv.engine.sampler import TokenSampler, token_logprobs
 from prefixkv.engine.scheduler import Scheduler, Work
 from prefixkv.errors import ContextLengthError, RequestError
 from prefixkv.request import FinishReason, RequestOutput, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 MAX_SALT_LENGTH = 1024
 
@@ -183,7 +186,8 @@ class Engine:
             return []
         try:
             logits = self.runner.run(step).numpy(force=True)
-        except Exception as error:
+        except Exception as error:  # these requests end, the engine goes on
+            logger.exception("a step of %d requests failed", len(step.work))
             return [self._fail(work, error) for work in step.work]
         tokens: list[int | None] = []
         outputs: list[RequestOutput] = []
@@ -194,7 +198,8 @@ class Engine:
             output = RequestOutput(work.request.request_id)
             try:
                 tokens.append(self._sample(work, rows, output))
-            except Exception as error:
+            except Exception as error:  # so does this one, alone
+                logger.exception("choosing a token of %s failed", work.request.request_id)
                 tokens.append(None)
                 output = self._fail(work, error)
             outputs.append(output)
