@@ -83,13 +83,17 @@ void read_values(const Py_buffer& view, std::vector<Token>& out) {
   const size_t before = out.size();
   out.resize(before + static_cast<size_t>(count));
   Token* to = out.data() + before;
+  const auto refuse_range = [&](Py_ssize_t i) {
+    out.resize(before);
+    refuse(std::to_string(from[i]), i, "is not from 0 to 2147483647");
+  };
   for (Py_ssize_t i = 0; i < count; ++i) {
     if constexpr (sizeof(T) >= sizeof(Token)) {
       if (from[i] < 0 || static_cast<uint64_t>(from[i]) > static_cast<uint64_t>(kMost)) {
-        refuse(std::to_string(from[i]), i, "is not from 0 to 2147483647");
+        refuse_range(i);
       }
     } else if constexpr (std::is_signed_v<T>) {
-      if (from[i] < 0) refuse(std::to_string(from[i]), i, "is not from 0 to 2147483647");
+      if (from[i] < 0) refuse_range(i);
     }
     to[i] = static_cast<Token>(from[i]);
   }
@@ -134,7 +138,11 @@ bool read_if_buffer(PyObject* object, std::vector<Token>& out) {
   return true;
 }
 
-void read(nb::handle source, std::vector<Token>& out) {
+}  // namespace
+
+// Each reader appends all or nothing, and none after Python code has run in its middle: that code may
+// use the sequence that is appended to.
+void read_tokens(nb::handle source, std::vector<Token>& out) {
   PyObject* object = source.ptr();
   if (PyList_CheckExact(object)) return read_items(object, out);
   if (PyUnicode_Check(object)) throw CacheError("token ids are text; encode it with a tokenizer first");
@@ -150,18 +158,6 @@ void read(nb::handle source, std::vector<Token>& out) {
                      "; a list, array, bytes, NumPy array or torch tensor is needed");
   }
   read_items(items.ptr(), out);
-}
-
-}  // namespace
-
-void read_tokens(nb::handle source, std::vector<Token>& out) {
-  const size_t before = out.size();
-  try {
-    read(source, out);
-  } catch (...) {
-    out.resize(before);
-    throw;
-  }
 }
 
 }  // namespace prefixkv

@@ -206,3 +206,42 @@ def test_giving_up_a_request_whose_id_is_in_use_leaves_the_other_alone(model: Pa
         assert [piece async for piece in first][-1].finish_reason == "length"
 
     serve(model, use)
+
+
+def test_an_engine_may_be_started_again_after_its_end(model: Path) -> None:
+    async def use(engine: AsyncEngine) -> None:
+        await engine.stop()
+        await engine.stop()
+        await engine.start()
+        assert (await collect(engine, PROMPT, SHORT)).finish_reason == "length"
+
+    serve(model, use)
+
+
+def test_a_start_during_a_stop_waits_for_it(model: Path) -> None:
+    async def use(engine: AsyncEngine) -> None:
+        stream = engine.generate(PROMPT, LONG)
+        await anext(stream)
+        stopping = asyncio.create_task(engine.stop())
+        await asyncio.sleep(0)
+        await engine.start()
+        await stopping
+        with pytest.raises(EngineError, match="stopped"):
+            async for _ in stream:
+                pass
+        assert (await collect(engine, PROMPT, SHORT)).finish_reason == "length"
+
+    serve(model, use)
+
+
+def test_a_start_after_a_stop_that_was_cancelled_waits_for_its_end(model: Path) -> None:
+    async def use(engine: AsyncEngine) -> None:
+        await anext(engine.generate(PROMPT, LONG))
+        stopping = asyncio.create_task(engine.stop())
+        await asyncio.sleep(0)
+        stopping.cancel()
+        await asyncio.gather(stopping, return_exceptions=True)
+        await engine.start()
+        assert (await collect(engine, PROMPT, SHORT)).finish_reason == "length"
+
+    serve(model, use)

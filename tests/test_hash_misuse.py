@@ -212,3 +212,23 @@ def test_owners_of_freed_tables_take_no_memory() -> None:
         cache.free(table)
     assert pages() - before < 2048
     assert cache.block(0).owner == f"request-{199_999:032d}"
+
+
+@pytest.mark.parametrize("algorithm", ["xxh3", "sha256_cbor", "sha256"])
+def test_a_token_id_that_fails_after_it_used_the_sequence_poisons_nothing(algorithm: str) -> None:
+    cache = make_cache("hash", num_blocks=8, block_size=4, hash_algorithm=algorithm)
+    seq = cache.sequence([1, 2, 3])
+
+    def meddle() -> None:
+        seq.append([7] * 9)
+        cache.lookup(seq)
+        raise ValueError("no token")
+
+    with pytest.raises(CacheError):
+        seq.append([Meddler(meddle)])
+    assert seq.num_tokens == 12
+    table = cache.table()
+    cache.allocate(table, 12)
+    cache.commit(table, seq, 12)
+    assert cache.lookup(cache.sequence([1, 2, 3, *[7] * 9, 0])).num_tokens == 12
+    assert cache.lookup(cache.sequence([1, 2, 3, *[8] * 9, 0])).num_tokens == 0

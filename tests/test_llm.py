@@ -344,3 +344,20 @@ def test_threads_may_share_a_model(llm: LLM) -> None:
     with ThreadPoolExecutor(6) as threads:
         outputs = list(threads.map(lambda prompt: llm.generate(prompt, GREEDY)[0], prompts))
     assert [output.token_ids for output in outputs] == expected
+
+
+@pytest.mark.parametrize("method", ["push", "flush"])
+def test_text_that_cannot_be_made_ends_its_own_request_alone(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    def fail(*_: object, **__: object) -> tuple[str, None]:
+        raise UnicodeError("no text")
+
+    first, second = llm.engine.add([5, 6], GREEDY), llm.engine.add([7, 8], GREEDY)
+    monkeypatch.setattr(llm.engine._live[first].text, method, fail)
+    ends = {}
+    while llm.engine.has_work:
+        ends |= {piece.request_id: piece.finish_reason for piece in llm.engine.step()}
+    assert ends == {first: "error", second: "length"}
+    assert free(llm) == 64
+    llm.engine.cache.check()

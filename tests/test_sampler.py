@@ -101,3 +101,7 @@ def test_logprobs_are_of_the_model_and_best_first() -> None:
 def test_equally_likely_alternatives_come_in_the_order_of_their_ids() -> None:
     row = np.array([[1.0, 2.0, 2.0, 2.0, 0.0]], dtype=np.float32)
     assert [token for token, _ in token_logprobs(row, [0], 2)[0].top] == [1, 2]
+
+
+def test_more_alternatives_than_tokens_gives_them_all() -> None:
+    assert len(token_logprobs(logits()[None], [2], 20)[0].top) == len(PROBS)

@@ -24,7 +24,8 @@ class SamplingParams:
         top_k: keep the k most likely tokens; 0 keeps all.
         min_p: drop tokens less likely than this share of the most likely one. [0, 1].
         max_tokens: most tokens to generate; None means up to the model's context.
-        min_tokens: end-of-sequence and stop conditions do not count before this many tokens.
+        min_tokens: end-of-sequence and stop conditions do not count before this many tokens; stop
+            strings are looked for in what follows them.
         stop: strings that end the output; they are not part of it. At most 16.
         stop_token_ids: token ids that end the output; their text is not part of it.
         ignore_eos: do not end at the model's end-of-sequence tokens.

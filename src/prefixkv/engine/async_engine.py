@@ -58,6 +58,8 @@ class AsyncEngine:
         self._streams: dict[str, _Stream] = {}  # the thread's own
         self._ids = itertools.count()
         self._thread: threading.Thread | None = None
+        self._lifecycle = asyncio.Lock()  # one start or stop at a time
+        self._stopping = False
         self._death: str | None = "the engine was not started"
 
     @classmethod
@@ -70,18 +72,29 @@ class AsyncEngine:
         return self._death is None
 
     async def start(self) -> None:
-        """Start the engine's thread; does nothing if it runs."""
-        if self._thread is None:
-            self._death = None
+        """Start the engine's thread; does nothing if it runs. It may be started again after its
+        end.
+        """
+        async with self._lifecycle:
+            if self._thread is not None and self._death is None and not self._stopping:
+                return
+            await self._join()
+            self._commands = queue.SimpleQueue()  # nothing of an earlier life
+            self._death, self._stopping = None, False
             self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
             self._thread.start()
 
     async def stop(self) -> None:
         """End all requests as aborted and join the thread."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
+        async with self._lifecycle:
+            self._stopping = True
             self._commands.put(None)
-            await asyncio.to_thread(thread.join)
+            await self._join()
+
+    async def _join(self) -> None:
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+            self._thread = None
 
     async def generate(
         self,
@@ -182,8 +195,9 @@ class AsyncEngine:
     def _end_all(self) -> None:
         error = EngineError(self._death or "the engine stopped")
         for stream in self._streams.values():
-            self.engine.abort(stream.request_id)
             _post(stream.loop, stream.items.put_nowait, error)
+        for request_id in self._streams:
+            self.engine.abort(request_id)
         self._streams.clear()
         while True:  # what came in too late
             try:

@@ -172,7 +172,7 @@ class Engine:
         live = self._live.get(request_id)
         if live is None:
             return None
-        return self._finish(live, RequestOutput(request_id), "abort")
+        return self._finish(live, RequestOutput(request_id), "abort", flush=False)
 
     def step(self) -> list[RequestOutput]:
         """Run one step: the new pieces of every request that got one.
@@ -204,11 +204,13 @@ class Engine:
                 output = self._fail(work, error)
             outputs.append(output)
         self.scheduler.update(step, tokens)
-        return [
-            output if token is None else self._output(work, token, output)
-            for work, token, output in zip(step.work, tokens, outputs, strict=True)
-            if token is not None or output.finished
-        ]
+        pieces = []
+        for work, token, output in zip(step.work, tokens, outputs, strict=True):
+            if token is not None:
+                pieces.append(self._piece(work, token, output))
+            elif output.finished:
+                pieces.append(output)
+        return pieces
 
     def stats(self) -> EngineStats:
         totals = self.scheduler.stats
@@ -249,6 +251,13 @@ class Engine:
             top = live.state.params.prompt_logprobs or 0
             gathered.values += token_logprobs(new, prompt[first + 1 : last + 1], top)
 
+    def _piece(self, work: Work, token: int, output: RequestOutput) -> RequestOutput:
+        try:
+            return self._output(work, token, output)
+        except Exception as error:
+            logger.exception("the text of %s failed", work.request.request_id)
+            return self._fail(work, error)
+
     def _output(self, work: Work, token: int, output: RequestOutput) -> RequestOutput:
         """Fill in the text, and finish the request if this token ends it."""
         live = self._live[work.request.request_id]
@@ -278,7 +287,7 @@ class Engine:
         if flush:
             rest, stopped_by = live.text.flush()
             output.text += rest
-            if stopped_by is not None and reason in ("stop", "length"):
+            if stopped_by is not None:
                 reason, stop_reason = "stop", stopped_by
         self.scheduler.finish(live.state, reason, stop_reason)
         del self._live[live.state.request_id]
@@ -286,7 +295,7 @@ class Engine:
 
     def _fail(self, work: Work, error: Exception) -> RequestOutput:
         live = self._live[work.request.request_id]
-        output = self._finish(live, RequestOutput(work.request.request_id), "error")
+        output = self._finish(live, RequestOutput(work.request.request_id), "error", flush=False)
         output.error = f"{type(error).__name__}: {error}"
         return output
 

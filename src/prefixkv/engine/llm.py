@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -46,6 +47,7 @@ class LLM:
             )
         self.engine = Engine(EngineOptions(model=model, **options), progress)
         self._lock = threading.Lock()
+        self._ids = itertools.count()
 
     def generate(
         self,
@@ -104,8 +106,9 @@ class LLM:
         outputs: dict[str, RequestOutput] = {}
         try:
             for prompt, each in zip(prompts, params, strict=True):
-                request_id = engine.add(prompt, each, cache_salt=cache_salt)
+                request_id = f"llm-{next(self._ids)}"
                 outputs[request_id] = RequestOutput(request_id)
+                engine.add(prompt, each, request_id=request_id, cache_salt=cache_salt)
             while engine.has_work:
                 for piece in engine.step():
                     outputs[piece.request_id].extend(piece)

@@ -91,6 +91,7 @@ def _logprobs(logits: Row, token: int, top: int) -> TokenLogprobs:
     values -= values.max()
     values -= np.log(np.exp(values).sum())
     best: tuple[tuple[int, float], ...] = ()
+    top = min(top, len(values))
     if top:
         largest = np.flatnonzero(values >= np.partition(values, -top)[-top])
         largest = largest[np.argsort(-values[largest], kind="stable")][:top]

@@ -19,6 +19,9 @@ from prefixkv.server.settings import ServerOptions
 # Seconds for the last words to clients after what was left is aborted.
 _MARGIN = 5
 
+# Seconds for the errors of aborted requests to reach their clients.
+_LAST_WORDS = 1.0
+
 
 class Server(uvicorn.Server):
     """Serves one engine. SIGTERM ends it well, SIGINT raises KeyboardInterrupt at its end.
@@ -76,6 +79,8 @@ class Server(uvicorn.Server):
         with suppress(TimeoutError):
             await asyncio.wait_for(self._hurry.wait(), self._timeout)
         await self._engine.stop()
+        await asyncio.sleep(_LAST_WORDS)
+        self.force_exit = True  # who is still sending a request has none in the engine
 
 
 def bind(options: ServerOptions) -> socket.socket:
