@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -288,6 +289,21 @@ class TestServe:
     def test_ctrl_c_ends_it_without_a_traceback(self, model: Path) -> None:
         with serving(model) as (process, _):
             assert signalled(process, signal.SIGINT) == (130, "")
+
+    def test_a_second_signal_does_not_wait_for_a_client_that_is_still_sending(
+        self, model: Path
+    ) -> None:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
+        with serving(model, "--shutdown-timeout", "3600") as (process, url):
+            host, port = url.removeprefix("http://").split(":")
+            with socket.create_connection((host, int(port))) as client:
+                client.sendall(head + b"Content-Length: 900000\r\n\r\n{")
+                httpx.get(f"{url}/health").raise_for_status()  # it has read that much
+                process.send_signal(signal.SIGTERM)
+                assert process.stderr is not None
+                assert "stopping" in process.stderr.readline()
+                code, _ = signalled(process, signal.SIGTERM)
+        assert code == 0
 
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
     def test_says_what_it_waits_for(self, model: Path, number: signal.Signals) -> None:
