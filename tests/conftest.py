@@ -1,7 +1,14 @@
+from __future__ import annotations
+
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from live_server import LiveServer
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -25,3 +32,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny_model import write_tiny_model  # torch: not for the tests of the cache alone
 
     return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[LiveServer]:
+    """A server of the tiny model, one for each file of tests."""
+    from live_server import running
+
+    with running(model) as live:
+        yield live
+
+
+@pytest.fixture
+def text(request: pytest.FixtureRequest) -> str:
+    """A prompt of the test's own, so that no other test has cached it."""
+    from live_server import text_of
+
+    return text_of(request.node.nodeid)

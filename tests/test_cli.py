@@ -19,17 +19,11 @@ from openai import OpenAI
 from prefixkv import __version__
 from prefixkv.cli import main
 from prefixkv.config import EngineOptions
-from tiny_model import write_tiny_model
 
 TIMEOUT = 120
 ENDLESS = ("--max-tokens", "4000", "--num-blocks", "300")
 SMALL = ("--num-blocks", "64", "--threads", "1", "--dtype", "float32")
 PROMPT = "The quick brown fox jumps over the lazy dog while the cat sleeps."
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 def run(*args: str, text: str = "") -> subprocess.CompletedProcess[str]:

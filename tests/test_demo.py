@@ -18,7 +18,6 @@ from prefixkv.engine.engine import Engine
 from prefixkv.errors import ConfigError, EngineError
 from prefixkv.model.tokenizer import load_tokenizer
 from prefixkv.request import RequestOutput
-from tiny_model import write_tiny_model
 
 BLOCK = 16
 SCRIPT = demo.Script(
@@ -29,11 +28,6 @@ SCRIPT = demo.Script(
 NUM_ASKS = len(SCRIPT.questions) + len(SCRIPT.turns)
 # prompt, cached, computed, seconds with the cache on and off
 NUMBERS = re.compile(r"([\d,]+)\s+([\d,]+)\s+([\d,]+)\s+[\d.]+ s\s+[\d.]+ s")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("demo") / "tiny")
 
 
 def run(

@@ -4,26 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
 
-from live_server import LONG, LiveServer, running, shared_tokens, text_of
+from live_server import LONG, LiveServer, running, shared_tokens
 from prefixkv import SamplingParams
-from tiny_model import write_tiny_model
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with running(write_tiny_model(tmp_path_factory.mktemp("tiny"))) as live:
-        yield live
-
-
-@pytest.fixture
-def text(request: pytest.FixtureRequest) -> str:
-    return text_of(request.node.nodeid)
 
 
 def user(content: str) -> list[Any]:

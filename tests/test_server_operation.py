@@ -6,28 +6,16 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from live_server import DEADLINE, LONG, LiveServer, eventually, running, shared_tokens, text_of
+from live_server import DEADLINE, LONG, LiveServer, eventually, running, shared_tokens
 from prefixkv import __version__
 from prefixkv.server import routes
 from tiny_model import write_tiny_model
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with running(write_tiny_model(tmp_path_factory.mktemp("tiny"))) as live:
-        yield live
-
-
-@pytest.fixture
-def text(request: pytest.FixtureRequest) -> str:
-    return text_of(request.node.nodeid)
 
 
 class TestHangingUp:

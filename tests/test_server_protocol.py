@@ -10,27 +10,20 @@ import httpx
 import openai
 import pytest
 
-from live_server import MAX_MODEL_LEN, LiveServer, running
+from live_server import MAX_MODEL_LEN, LiveServer
 from prefixkv.server.errors import shown
-from tiny_model import write_tiny_model
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 JSON = {"Content-Type": "application/json"}
 
 
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with running(write_tiny_model(tmp_path_factory.mktemp("tiny"))) as server:
-        yield server
-
-
-@pytest.fixture
-def server(live: LiveServer) -> Iterator[LiveServer]:
+@pytest.fixture(autouse=True)
+def unharmed(server: LiveServer) -> Iterator[None]:
     """After each test the server still answers and holds no block."""
-    before = live.idle_blocks
-    yield live
-    assert live.complete("still there?", max_tokens=1)["choices"]
-    assert live.idle_blocks == before
+    before = server.idle_blocks
+    yield
+    assert server.complete("still there?", max_tokens=1)["choices"]
+    assert server.idle_blocks == before
 
 
 def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:

@@ -100,8 +100,18 @@ class Engine:
             )
         self._check_ids("prompt", prompt)
         self._check_ids("stop_token_ids", params.stop_token_ids)
+        if params.min_tokens > 0 and len(self._end_token_ids(params)) >= self.vocab_size:
+            raise RequestError(
+                f"min_tokens is {params.min_tokens}, and every token of the vocabulary would end "
+                "the request; leave some out of stop_token_ids",
+                param="min_tokens",
+            )
         if cache_salt is not None:
             _check_salt(cache_salt)
+
+    def _end_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        end = frozenset(params.stop_token_ids)
+        return end if params.ignore_eos else end | self.tokenizer.eos_token_ids
 
     def _check_ids(self, name: str, ids: Sequence[int]) -> None:
         if not ids or (
@@ -134,15 +144,6 @@ class Engine:
             RequestError, ContextLengthError: it could not be served.
         """
         self.validate(prompt, params, cache_salt)
-        end = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            end |= self.tokenizer.eos_token_ids
-        if params.min_tokens > 0 and len(end) >= self.vocab_size:
-            raise RequestError(
-                f"min_tokens is {params.min_tokens}, and every token of the vocabulary would end "
-                "the request; leave some out of stop_token_ids",
-                param="min_tokens",
-            )
         arrival = next(self._arrivals)
         request_id = f"request-{arrival}" if request_id is None else request_id
         if request_id in self._live:
@@ -156,6 +157,7 @@ class Engine:
             arrival=arrival,
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
         )
+        end = self._end_token_ids(params)
         detokenizer = self.tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens)
         self._live[request_id] = _Live(
             state,
@@ -254,7 +256,7 @@ class Engine:
     def _piece(self, work: Work, token: int, output: RequestOutput) -> RequestOutput:
         try:
             return self._output(work, token, output)
-        except Exception as error:
+        except Exception as error:  # and so does this one
             logger.exception("the text of %s failed", work.request.request_id)
             return self._fail(work, error)
 
