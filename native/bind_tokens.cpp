@@ -13,27 +13,7 @@ namespace prefixkv {
 namespace {
 
 constexpr int64_t kMost = std::numeric_limits<Token>::max();
-
-[[noreturn]] void refuse(const std::string& value, Py_ssize_t at, const char* why) {
-  throw CacheError("token id " + value + " at position " + std::to_string(at) + " " + why);
-}
-
-Token checked(int64_t id, Py_ssize_t at) {
-  if (id < 0 || id > kMost) refuse(std::to_string(id), at, "is not from 0 to 2147483647");
-  return static_cast<Token>(id);
-}
-
-Token from_object(PyObject* item, Py_ssize_t at) {
-  nb::object number = nb::steal(PyNumber_Index(item));  // NumPy scalars too; floats and str refuse
-  if (!number.is_valid()) {
-    PyErr_Clear();
-    refuse(nb::repr(nb::handle(item)).c_str(), at, "is not a whole number");
-  }
-  int overflow = 0;
-  const long long id = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
-  if (overflow != 0) refuse(nb::str(number).c_str(), at, "is not from 0 to 2147483647");
-  return checked(id, at);
-}
+constexpr const char* kOutOfRange = "is not from 0 to 2147483647";
 
 // The value of an exact int of one digit, which is every token id in use, or -1. Runs no Python code.
 inline int64_t small_int(PyObject* item) {
@@ -48,116 +28,143 @@ inline int64_t small_int(PyObject* item) {
 #endif
 }
 
-// Any items. Their __index__ may run Python code that changes `items` or the sequence that is
-// appended to: so a tuple is read, and nothing is appended before all are.
-void read_any_items(PyObject* items, std::vector<Token>& out) {
-  const nb::object fixed = nb::steal(PySequence_Tuple(items));
-  if (!fixed.is_valid()) throw nb::python_error();
-  std::vector<Token> ids;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(fixed.ptr()); ++i) {
-    ids.push_back(from_object(PyTuple_GET_ITEM(fixed.ptr(), i), i));
-  }
-  out.insert(out.end(), ids.begin(), ids.end());
-}
+// Each method appends all or nothing, and none after Python code has run in its middle: that code may
+// use the sequence that is appended to.
+class Reader {
+ public:
+  Reader(std::vector<Token>& out, const char* noun) : out_(out), noun_(noun) {}
 
-void read_items(PyObject* items, std::vector<Token>& out) {
-  const Py_ssize_t count = PySequence_Fast_GET_SIZE(items);
-  const size_t before = out.size();
-  out.resize(before + static_cast<size_t>(count));
-  Token* to = out.data() + before;
-  PyObject** from = PySequence_Fast_ITEMS(items);
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    const int64_t id = small_int(from[i]);
-    if (id < 0 || id > kMost) {
-      out.resize(before);
-      return read_any_items(items, out);
+  void read(nb::handle source) {
+    PyObject* object = source.ptr();
+    if (PyList_CheckExact(object)) return read_items(object);
+    if (PyUnicode_Check(object)) refuse("are text; encode it with a tokenizer first");
+    if (read_if_buffer(object)) return;
+    if (nb::hasattr(source, "detach") && nb::hasattr(source, "numpy")) {  // a torch tensor
+      const nb::object values = source.attr("detach")().attr("cpu")().attr("contiguous")().attr("numpy")();
+      if (read_if_buffer(values.ptr())) return;
     }
-    to[i] = static_cast<Token>(id);
+    const nb::object items = nb::steal(PySequence_Fast(object, ""));
+    if (!items.is_valid()) {
+      PyErr_Clear();
+      refuse(std::string("are of type ") + nb::type_name(source.type()).c_str() +
+             "; a list, array, bytes, NumPy array or torch tensor is needed");
+    }
+    read_items(items.ptr());
   }
-}
 
-template <typename T>
-void read_values(const Py_buffer& view, std::vector<Token>& out) {
-  const T* from = static_cast<const T*>(view.buf);
-  const Py_ssize_t count = view.len / static_cast<Py_ssize_t>(sizeof(T));
-  const size_t before = out.size();
-  out.resize(before + static_cast<size_t>(count));
-  Token* to = out.data() + before;
-  const auto refuse_range = [&](Py_ssize_t i) {
-    out.resize(before);
-    refuse(std::to_string(from[i]), i, "is not from 0 to 2147483647");
-  };
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    if constexpr (sizeof(T) >= sizeof(Token)) {
-      if (from[i] < 0 || static_cast<uint64_t>(from[i]) > static_cast<uint64_t>(kMost)) {
-        refuse_range(i);
+ private:
+  [[noreturn]] void refuse(const std::string& why) const { throw CacheError(noun_ + "s " + why); }
+  [[noreturn]] void refuse_item(const std::string& value, Py_ssize_t at, const char* why) const {
+    throw CacheError(noun_ + " " + value + " at position " + std::to_string(at) + " " + why);
+  }
+
+  Token from_object(PyObject* item, Py_ssize_t at) const {
+    nb::object number = nb::steal(PyNumber_Index(item));  // NumPy scalars too; floats and str refuse
+    if (!number.is_valid()) {
+      PyErr_Clear();
+      refuse_item(nb::repr(nb::handle(item)).c_str(), at, "is not a whole number");
+    }
+    int overflow = 0;
+    const long long id = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
+    if (overflow != 0 || id < 0 || id > kMost) refuse_item(nb::str(number).c_str(), at, kOutOfRange);
+    return static_cast<Token>(id);
+  }
+
+  // Any items. Their __index__ may run Python code that changes `items` or the sequence that is
+  // appended to: so a tuple is read, and nothing is appended before all are.
+  void read_any_items(PyObject* items) {
+    const nb::object fixed = nb::steal(PySequence_Tuple(items));
+    if (!fixed.is_valid()) throw nb::python_error();
+    std::vector<Token> ids;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(fixed.ptr()); ++i) {
+      ids.push_back(from_object(PyTuple_GET_ITEM(fixed.ptr(), i), i));
+    }
+    out_.insert(out_.end(), ids.begin(), ids.end());
+  }
+
+  void read_items(PyObject* items) {
+    const Py_ssize_t count = PySequence_Fast_GET_SIZE(items);
+    const size_t before = out_.size();
+    out_.resize(before + static_cast<size_t>(count));
+    Token* to = out_.data() + before;
+    PyObject** from = PySequence_Fast_ITEMS(items);
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      const int64_t id = small_int(from[i]);
+      if (id < 0 || id > kMost) {
+        out_.resize(before);
+        return read_any_items(items);
       }
-    } else if constexpr (std::is_signed_v<T>) {
-      if (from[i] < 0) refuse_range(i);
+      to[i] = static_cast<Token>(id);
     }
-    to[i] = static_cast<Token>(from[i]);
   }
-}
 
-void read_buffer(const Py_buffer& view, std::vector<Token>& out) {
-  const char* format = view.format == nullptr ? "B" : view.format;
-  if (*format == '@' || *format == '=' || *format == '<') ++format;
-  if (view.ndim != 1) {
-    throw CacheError("token ids have " + std::to_string(view.ndim) + " dimensions; one is needed");
+  template <typename T>
+  void read_values(const Py_buffer& view) {
+    const T* from = static_cast<const T*>(view.buf);
+    const Py_ssize_t count = view.len / static_cast<Py_ssize_t>(sizeof(T));
+    const size_t before = out_.size();
+    out_.resize(before + static_cast<size_t>(count));
+    Token* to = out_.data() + before;
+    const auto refuse_range = [&](Py_ssize_t i) {
+      out_.resize(before);
+      refuse_item(std::to_string(from[i]), i, kOutOfRange);
+    };
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      if constexpr (sizeof(T) >= sizeof(Token)) {
+        if (from[i] < 0 || static_cast<uint64_t>(from[i]) > static_cast<uint64_t>(kMost)) {
+          refuse_range(i);
+        }
+      } else if constexpr (std::is_signed_v<T>) {
+        if (from[i] < 0) refuse_range(i);
+      }
+      to[i] = static_cast<Token>(from[i]);
+    }
   }
-  switch (format[1] == '\0' ? format[0] : '?') {
-    case 'b': return read_values<int8_t>(view, out);
-    case 'B': return read_values<uint8_t>(view, out);
-    case 'h': return read_values<int16_t>(view, out);
-    case 'H': return read_values<uint16_t>(view, out);
-    case 'i': return read_values<int32_t>(view, out);
-    case 'I': return read_values<uint32_t>(view, out);
-    case 'l': case 'q':
-      return view.itemsize == 4 ? read_values<int32_t>(view, out) : read_values<int64_t>(view, out);
-    case 'L': case 'Q':
-      return view.itemsize == 4 ? read_values<uint32_t>(view, out) : read_values<uint64_t>(view, out);
-    default:
-      throw CacheError(std::string("token ids are of buffer type '") + format +
-                       "'; whole numbers are needed, such as int32");
-  }
-}
 
-// False if the object has no contiguous buffer; strided ones are read item by item.
-bool read_if_buffer(PyObject* object, std::vector<Token>& out) {
-  if (!PyObject_CheckBuffer(object)) return false;
-  Py_buffer view;
-  if (PyObject_GetBuffer(object, &view, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS) != 0) {
-    PyErr_Clear();
-    return false;
+  void read_buffer(const Py_buffer& view) {
+    const char* format = view.format == nullptr ? "B" : view.format;
+    if (*format == '@' || *format == '=' || *format == '<') ++format;
+    if (view.ndim != 1) refuse("have " + std::to_string(view.ndim) + " dimensions; one is needed");
+    switch (format[1] == '\0' ? format[0] : '?') {
+      case 'b': return read_values<int8_t>(view);
+      case 'B': return read_values<uint8_t>(view);
+      case 'h': return read_values<int16_t>(view);
+      case 'H': return read_values<uint16_t>(view);
+      case 'i': return read_values<int32_t>(view);
+      case 'I': return read_values<uint32_t>(view);
+      case 'l': case 'q':
+        return view.itemsize == 4 ? read_values<int32_t>(view) : read_values<int64_t>(view);
+      case 'L': case 'Q':
+        return view.itemsize == 4 ? read_values<uint32_t>(view) : read_values<uint64_t>(view);
+      default:
+        refuse(std::string("are of buffer type '") + format + "'; whole numbers are needed, such as int32");
+    }
   }
-  struct Release {
-    Py_buffer* view;
-    ~Release() { PyBuffer_Release(view); }
-  } release{&view};
-  read_buffer(view, out);
-  return true;
-}
+
+  // False if the object has no contiguous buffer; strided ones are read item by item.
+  bool read_if_buffer(PyObject* object) {
+    if (!PyObject_CheckBuffer(object)) return false;
+    Py_buffer view;
+    if (PyObject_GetBuffer(object, &view, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS) != 0) {
+      PyErr_Clear();
+      return false;
+    }
+    struct Release {
+      Py_buffer* view;
+      ~Release() { PyBuffer_Release(view); }
+    } release{&view};
+    read_buffer(view);
+    return true;
+  }
+
+  std::vector<Token>& out_;
+  const std::string noun_;
+};
 
 }  // namespace
 
-// Each reader appends all or nothing, and none after Python code has run in its middle: that code may
-// use the sequence that is appended to.
-void read_tokens(nb::handle source, std::vector<Token>& out) {
-  PyObject* object = source.ptr();
-  if (PyList_CheckExact(object)) return read_items(object, out);
-  if (PyUnicode_Check(object)) throw CacheError("token ids are text; encode it with a tokenizer first");
-  if (read_if_buffer(object, out)) return;
-  if (nb::hasattr(source, "detach") && nb::hasattr(source, "numpy")) {  // a torch tensor
-    const nb::object values = source.attr("detach")().attr("cpu")().attr("contiguous")().attr("numpy")();
-    if (read_if_buffer(values.ptr(), out)) return;
-  }
-  nb::object items = nb::steal(PySequence_Fast(object, ""));
-  if (!items.is_valid()) {
-    PyErr_Clear();
-    throw CacheError(std::string("token ids are of type ") + nb::type_name(source.type()).c_str() +
-                     "; a list, array, bytes, NumPy array or torch tensor is needed");
-  }
-  read_items(items.ptr(), out);
+void read_tokens(nb::handle source, std::vector<Token>& out, const char* noun) {
+  Reader(out, noun).read(source);
 }
 
 }  // namespace prefixkv

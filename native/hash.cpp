@@ -95,7 +95,6 @@ Digest Hasher::hash(const Digest* parent, const Token* tokens, const std::vector
     case HashAlgorithm::kXxh3: return hash_xxh3(parent, tokens, extra);
     case HashAlgorithm::kSha256Cbor: return hash_cbor(parent, tokens, extra);
     case HashAlgorithm::kSha256: return pickle_(parent, tokens, block_size_, keys);
-    case HashAlgorithm::kNone: break;
   }
   return {};
 }
@@ -118,9 +117,8 @@ Digest Hasher::hash_xxh3(const Digest* parent, const Token* tokens, const std::s
   return Digest{{hash.low64 & mask_[0], hash.high64 & mask_[1], 0, 0}};
 }
 
-uint64_t Hasher::hash_part(const Token* tokens, int64_t count, const std::string& extra) const {
-  const uint64_t seed = extra.empty() ? seed_ : XXH3_64bits_withSeed(extra.data(), extra.size(), seed_);
-  return XXH3_64bits_withSeed(tokens, sizeof(Token) * static_cast<size_t>(count), seed);
+uint64_t hash_bytes(const void* bytes, size_t size, uint64_t seed) {
+  return XXH3_64bits_withSeed(bytes, size, seed);
 }
 
 Digest Hasher::hash_cbor(const Digest* parent, const Token* tokens, const std::string& extra) const {
@@ -151,6 +149,10 @@ Sequence::Sequence(std::shared_ptr<const Hasher> hasher, std::optional<std::stri
 }
 
 const Digest* Sequence::digests(int64_t count) {
+  if (hasher_->algorithm() == HashAlgorithm::kSha256) {
+    hash_in_python(count);
+    return digests_.data();
+  }
   const int block_size = hasher_->block_size();
   const std::vector<ExtraKey> no_keys;
   const std::string no_extra;
@@ -170,25 +172,53 @@ const Digest* Sequence::digests(int64_t count) {
   return digests_.data();
 }
 
+// Another thread, or code that a pickle runs, may append to the sequence or hash it meanwhile. Its
+// first tokens stay what they are, so both find the same digests; they are stored at the end.
+void Sequence::hash_in_python(int64_t count) {
+  const int64_t first = static_cast<int64_t>(digests_.size()), block_size = hasher_->block_size();
+  if (first >= count) return;
+  const std::vector<Token> tokens(tokens_.begin() + first * block_size,
+                                  tokens_.begin() + count * block_size);
+  Digest parent = first > 0 ? digests_.back() : Digest{};
+  std::vector<Digest> made;
+  for (int64_t i = first; i < count; ++i) {
+    const std::vector<ExtraKey> keys = extra_keys(i);
+    const Token* block = tokens.data() + (i - first) * block_size;
+    parent = hasher_->hash(i > 0 ? &parent : nullptr, block, keys, encode(keys));
+    made.push_back(parent);
+  }
+  const int64_t known = static_cast<int64_t>(digests_.size());
+  if (known < count) digests_.insert(digests_.end(), made.begin() + (known - first), made.end());
+}
+
 bool Sequence::has_extra(int64_t block) const {
   return lora_.has_value() || !extra_.empty() || (block == 0 && cache_salt_.has_value());
 }
 
-std::vector<ExtraKey> Sequence::extra_keys(int64_t block) const {
+std::vector<ExtraKey> Sequence::content_keys(int64_t block) const {
   const int64_t start = block * hasher_->block_size(), stop = start + hasher_->block_size();
   std::vector<ExtraKey> keys;
-  if (lora_) keys.push_back({"lora", *lora_});
   for (const Extra& extra : extra_) {
     if (extra.start < stop && extra.stop > start) {
       keys.push_back({extra.content_hash, "", extra.start - start, true});
     }
   }
+  return keys;
+}
+
+std::vector<ExtraKey> Sequence::extra_keys(int64_t block) const {
+  std::vector<ExtraKey> keys = content_keys(block);
+  if (lora_) keys.insert(keys.begin(), {"lora", *lora_});
   if (block == 0 && cache_salt_) keys.push_back({"cache_salt", *cache_salt_});
   return keys;
 }
 
 std::string Sequence::extra_cbor(int64_t block) const {
   return has_extra(block) ? encode(extra_keys(block)) : std::string();
+}
+
+std::string Sequence::content_cbor(int64_t block) const {
+  return has_content() ? encode(content_keys(block)) : std::string();
 }
 
 int64_t Sequence::shared_prefix(const Sequence& other) const {

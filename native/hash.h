@@ -36,7 +36,7 @@ struct Digest {
   bool operator==(const Digest&) const = default;
 };
 
-enum class HashAlgorithm { kNone, kXxh3, kSha256Cbor, kSha256 };
+enum class HashAlgorithm { kXxh3, kSha256Cbor, kSha256 };
 
 // How blocks are hashed: the same object in a cache and in all its sequences.
 class Hasher {
@@ -58,8 +58,8 @@ class Hasher {
   // parent is null for the first block; extra is the CBOR form of keys, empty when there are none.
   Digest hash(const Digest* parent, const Token* tokens, const std::vector<ExtraKey>& keys,
               const std::string& extra) const;
-  // Of a part of a block, for comparing within one manager.
-  uint64_t hash_part(const Token* tokens, int64_t count, const std::string& extra) const;
+  // Unpredictable, for tables within one process.
+  uint64_t seed() const { return seed_; }
 
  private:
   Digest hash_xxh3(const Digest* parent, const Token* tokens, const std::string& extra) const;
@@ -73,6 +73,9 @@ class Hasher {
   PickleHash pickle_;
 };
 
+// Of any bytes, for tables within one process.
+uint64_t hash_bytes(const void* bytes, size_t size, uint64_t seed);
+
 // Tokens of one request and the hashes of its full blocks, both of which only grow.
 class Sequence {
  public:
@@ -85,18 +88,27 @@ class Sequence {
   // For the reader of Python objects: it appends here, and truncates again if one is refused.
   std::vector<Token>& mutable_tokens() { return tokens_; }
 
-  // Digests of the first `count` blocks, hashed now where they are not yet; all must be full.
+  // Digests of the first `count` blocks, hashed now where they are not yet; all must be full. With
+  // kSha256 this runs Python code, and with it perhaps other calls: no state may be half changed.
   const Digest* digests(int64_t count);
   // Extra keys of block i as CBOR, empty when there are none: equal iff the keys are equal.
   std::string extra_cbor(int64_t block) const;
-  // Whether any block may have extra keys beyond the first.
-  bool has_extra(int64_t block) const;
+  // The same without adapter and salt.
+  std::string content_cbor(int64_t block) const;
+  bool has_content() const { return !extra_.empty(); }
+  const std::optional<std::string>& cache_salt() const { return cache_salt_; }
+  const std::optional<std::string>& lora() const { return lora_; }
 
   // Leading tokens with equal content and namespace in both.
   int64_t shared_prefix(const Sequence& other) const;
 
+  uint64_t mark = 0;  // the manager's: the last call over many sequences that listed this one
+
  private:
+  bool has_extra(int64_t block) const;
+  std::vector<ExtraKey> content_keys(int64_t block) const;
   std::vector<ExtraKey> extra_keys(int64_t block) const;
+  void hash_in_python(int64_t count);
 
   std::shared_ptr<const Hasher> hasher_;
   std::optional<std::string> cache_salt_;

@@ -1,6 +1,5 @@
 #include "hash_index.h"
 
-#include <bit>
 #include <cstring>
 
 #include "errors.h"
@@ -9,20 +8,22 @@ namespace prefixkv {
 
 HashIndex::HashIndex(int32_t num_blocks, std::shared_ptr<const Hasher> hasher)
     : hasher_(std::move(hasher)),
-      slots_(std::bit_ceil(2 * static_cast<size_t>(num_blocks) + 2), Slot{0, kNone}),
-      slot_mask_(slots_.size() - 1),
+      slots_(num_blocks),
+      digest_words_(hasher_->digest_size() / 8),
       block_entry_(num_blocks, kNone),
       next_same_(num_blocks, -1),
       prev_same_(num_blocks, -1) {
   entries_.reserve(num_blocks);
+  digests_.reserve(static_cast<size_t>(num_blocks) * digest_words_);
   if (!hasher_->collision_resistant()) {
     tokens_.reserve(static_cast<size_t>(num_blocks) * hasher_->block_size());
   }
 }
 
 bool HashIndex::equals(EntryId entry, const Content& content) const {
-  const Entry& it = entries_[entry];
-  if (it.parent != content.parent || it.digest != content.digest) return false;
+  const uint64_t* digest = &digests_[static_cast<size_t>(entry) * digest_words_];
+  if (entries_[entry].parent != content.parent) return false;
+  if (std::memcmp(digest, content.digest.word, 8 * digest_words_) != 0) return false;
   if (hasher_->collision_resistant()) return true;
   const size_t block_size = hasher_->block_size();
   if (std::memcmp(&tokens_[entry * block_size], content.tokens, block_size * sizeof(Token)) != 0) {
@@ -34,12 +35,13 @@ bool HashIndex::equals(EntryId entry, const Content& content) const {
 }
 
 EntryId HashIndex::find(const Content& content) const {
-  const uint32_t tag = tag_of(content.digest);
-  for (size_t slot = home(tag);; slot = (slot + 1) & slot_mask_) {
-    const Slot& it = slots_[slot];
-    if (it.entry == kNone) return kNone;
-    if (it.tag == tag && equals(it.entry, content)) return it.entry;
-  }
+  return slots_.find(tag_of(content.digest), [&](EntryId entry) { return equals(entry, content); });
+}
+
+Digest HashIndex::digest(EntryId entry) const {
+  Digest digest;
+  std::memcpy(digest.word, &digests_[static_cast<size_t>(entry) * digest_words_], 8 * digest_words_);
+  return digest;
 }
 
 EntryId HashIndex::find_or_add(const Content& content) {
@@ -52,11 +54,14 @@ EntryId HashIndex::add(const Content& content) {
   if (unused_.empty()) {
     entry = static_cast<EntryId>(entries_.size());
     entries_.emplace_back();
+    digests_.resize(digests_.size() + digest_words_);
   } else {
     entry = unused_.back();
     unused_.pop_back();
   }
-  entries_[entry] = Entry{content.digest, content.parent, 0, -1, tag_of(content.digest)};
+  entries_[entry] = Entry{content.parent, 0, -1, tag_of(content.digest)};
+  std::memcpy(&digests_[static_cast<size_t>(entry) * digest_words_], content.digest.word,
+              8 * digest_words_);
   if (content.parent >= 0) ++entries_[content.parent].num_children;
   if (!hasher_->collision_resistant()) {
     const size_t block_size = hasher_->block_size(), at = entry * block_size;
@@ -67,40 +72,8 @@ EntryId HashIndex::add(const Content& content) {
     }
   }
   if (!content.extra.empty()) extra_.emplace(entry, content.extra);
-  // Entries outnumber blocks only where a content outlives its prefix, so this is rare.
-  if (2 * (entries_.size() - unused_.size()) > slots_.size()) grow_slots();
-  insert_slot(entries_[entry].tag, entry);
+  slots_.insert(entries_[entry].tag, entry);
   return entry;
-}
-
-void HashIndex::insert_slot(uint32_t tag, EntryId entry) {
-  size_t slot = home(tag);
-  while (slots_[slot].entry != kNone) slot = (slot + 1) & slot_mask_;
-  slots_[slot] = Slot{tag, entry};
-}
-
-void HashIndex::grow_slots() {
-  std::vector<Slot> old(2 * slots_.size(), Slot{0, kNone});
-  old.swap(slots_);
-  slot_mask_ = slots_.size() - 1;
-  for (const Slot& slot : old) {
-    if (slot.entry != kNone) insert_slot(slot.tag, slot.entry);
-  }
-}
-
-void HashIndex::erase_slot(EntryId entry) {
-  size_t hole = home(entries_[entry].tag);
-  while (slots_[hole].entry != entry) hole = (hole + 1) & slot_mask_;
-  // Shift back each later slot of the run that a probe from its home would no longer reach.
-  for (size_t slot = (hole + 1) & slot_mask_; slots_[slot].entry != kNone;
-       slot = (slot + 1) & slot_mask_) {
-    const size_t distance = (slot - home(slots_[slot].tag)) & slot_mask_;
-    if (distance >= ((slot - hole) & slot_mask_)) {
-      slots_[hole] = slots_[slot];
-      hole = slot;
-    }
-  }
-  slots_[hole].entry = kNone;
 }
 
 void HashIndex::add_block(EntryId entry, BlockId block) {
@@ -119,7 +92,7 @@ void HashIndex::add_block(EntryId entry, BlockId block) {
 void HashIndex::remove_block(BlockId block) {
   const EntryId entry = block_entry_[block];
   block_entry_[block] = kNone;
-  if (next_same_[block] == block) {
+  if (is_only(block)) {
     entries_[entry].first_block = -1;
     release(entry);
     return;
@@ -131,7 +104,7 @@ void HashIndex::remove_block(BlockId block) {
 
 void HashIndex::release(EntryId entry) {
   while (entry >= 0 && entries_[entry].first_block < 0 && entries_[entry].num_children == 0) {
-    erase_slot(entry);
+    slots_.erase(entries_[entry].tag, entry);
     if (!extra_.empty()) extra_.erase(entry);
     unused_.push_back(entry);
     const EntryId parent = entries_[entry].parent;
@@ -148,14 +121,8 @@ void HashIndex::check() const {
   std::vector<int32_t> children(entries_.size(), 0);
   std::vector<bool> live(entries_.size(), true);
   for (const EntryId entry : unused_) live[entry] = false;
-  size_t used_slots = 0;
-  for (const Slot& slot : slots_) {
-    if (slot.entry == kNone) continue;
-    ++used_slots;
-    if (!live[slot.entry]) fail(slot.entry, "is in the table but unused");
-  }
-  if (used_slots != entries_.size() - unused_.size()) {
-    throw CacheError("the table holds " + std::to_string(used_slots) + " entries, " +
+  if (slots_.size() != entries_.size() - unused_.size()) {
+    throw CacheError("the table holds " + std::to_string(slots_.size()) + " entries, " +
                      std::to_string(entries_.size() - unused_.size()) + " are in use");
   }
   size_t listed = 0;
@@ -163,10 +130,8 @@ void HashIndex::check() const {
     if (!live[i]) continue;
     const EntryId entry = static_cast<EntryId>(i);
     const Entry& it = entries_[i];
-    size_t slot = home(it.tag);
-    while (slots_[slot].entry != entry) {
-      if (slots_[slot].entry == kNone) fail(entry, "cannot be reached in the table");
-      slot = (slot + 1) & slot_mask_;
+    if (slots_.find(it.tag, [&](EntryId found) { return found == entry; }) != entry) {
+      fail(entry, "cannot be reached in the table");
     }
     if (it.parent >= 0) {
       if (!live[it.parent]) fail(entry, "has a parent that is unused");

@@ -9,6 +9,7 @@
 
 #include "block_pool.h"
 #include "hash.h"
+#include "slot_table.h"
 
 namespace prefixkv {
 
@@ -18,13 +19,12 @@ using EntryId = int32_t;
 // block holds that content or a longer content extends it. Blocks with equal content are listed in
 // the order in which they were added; the first serves hits.
 //
-// An open-addressing table (linear probing, deletion by shifting back) finds entries by digest. With
-// xxh3 a digest only narrows the search: parent, tokens and extra keys are compared too, so a
-// collision cannot serve another's K/V. Parents make groups differ: group g's first blocks have the
-// parent root(g).
+// A hash table finds entries by digest. With xxh3 a digest only narrows the search: parent, tokens and
+// extra keys are compared too, so a collision cannot serve another's K/V. Parents make groups differ:
+// group g's first blocks have the parent root(g).
 class HashIndex {
  public:
-  static constexpr EntryId kNone = INT32_MIN;
+  static constexpr EntryId kNone = SlotTable::kNone;
   static EntryId root(int group) { return -1 - group; }
 
   HashIndex(int32_t num_blocks, std::shared_ptr<const Hasher> hasher);
@@ -40,14 +40,16 @@ class HashIndex {
   EntryId find(const Content& content) const;
   EntryId find_or_add(const Content& content);
   // Brings the first cache line of a later find.
-  void prefetch(const Digest& digest) const { __builtin_prefetch(&slots_[home(tag_of(digest))]); }
+  void prefetch(const Digest& digest) const { slots_.prefetch(tag_of(digest)); }
 
-  const Digest& digest(EntryId entry) const { return entries_[entry].digest; }
+  Digest digest(EntryId entry) const;
   // The block that serves hits, or -1.
   BlockId block_of(EntryId entry) const { return entries_[entry].first_block; }
   // The entry of a cached block, or kNone of a blank one.
   EntryId entry_of(BlockId block) const { return block_entry_[block]; }
   bool is_cached(BlockId block) const { return block_entry_[block] != kNone; }
+  // Whether no other block has the content of this cached one.
+  bool is_only(BlockId block) const { return next_same_[block] == block; }
 
   // Makes a blank block findable as the entry's content.
   void add_block(EntryId entry, BlockId block);
@@ -58,34 +60,25 @@ class HashIndex {
 
  private:
   struct Entry {
-    Digest digest;
     EntryId parent = kNone;
     int32_t num_children = 0;
     BlockId first_block = -1;
     uint32_t tag = 0;
   };
-  struct Slot {
-    uint32_t tag;
-    EntryId entry;  // kNone when empty
-  };
-
   static uint32_t tag_of(const Digest& digest) {
     return static_cast<uint32_t>(digest.word[0] ^ (digest.word[0] >> 32));
   }
-  size_t home(uint32_t tag) const { return tag & slot_mask_; }
   bool equals(EntryId entry, const Content& content) const;
   EntryId add(const Content& content);
-  void insert_slot(uint32_t tag, EntryId entry);
-  void erase_slot(EntryId entry);
-  void grow_slots();
   void release(EntryId entry);
 
   std::shared_ptr<const Hasher> hasher_;
-  std::vector<Slot> slots_;
-  size_t slot_mask_;
+  SlotTable slots_;
   std::vector<Entry> entries_;
-  std::vector<EntryId> unused_;  // indices in entries_ free for reuse
-  std::vector<Token> tokens_;    // of entry e at e * block_size; empty if digests are proof enough
+  int digest_words_;               // 8-byte words of a digest that are not always zero
+  std::vector<uint64_t> digests_;  // of entry e at e * digest_words_
+  std::vector<EntryId> unused_;    // indices in entries_ free for reuse
+  std::vector<Token> tokens_;      // of entry e at e * block_size; empty if digests are proof enough
   std::unordered_map<EntryId, std::string> extra_;  // of the few entries that have extra keys
   std::vector<EntryId> block_entry_;
   // Blocks of one entry form a ring; its first block's predecessor is its last.

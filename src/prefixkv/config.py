@@ -12,7 +12,7 @@ from prefixkv.errors import ConfigError
 CacheSystem = Literal["hash", "off"]
 HashAlgorithm = Literal["xxh3", "sha256_cbor", "sha256"]
 
-CACHE_SYSTEMS = ("hash", "off")
+CACHE_SYSTEMS = ("hash", "radix", "paged", "off")
 HASH_ALGORITHMS = ("xxh3", "sha256_cbor", "sha256")
 DTYPES = ("auto", "float32", "bfloat16")
 ATTENTION_BACKENDS = ("auto", "native", "torch")

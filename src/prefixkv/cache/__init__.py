@@ -12,7 +12,29 @@ cache.commit(table, seq, seq.num_tokens)               # from now on others find
 cache.free(table)
 """
 
-from prefixkv._core import Block, BlockTable, Grant, Hit, Sequence
+from prefixkv._core import (
+    Block,
+    BlockTable,
+    Event,
+    Grant,
+    Hit,
+    Match,
+    Pin,
+    RadixTree,
+    Sequence,
+)
 from prefixkv.cache.manager import CacheManager, make_cache
 
-__all__ = ["Block", "BlockTable", "CacheManager", "Grant", "Hit", "Sequence", "make_cache"]
+__all__ = [
+    "Block",
+    "BlockTable",
+    "CacheManager",
+    "Event",
+    "Grant",
+    "Hit",
+    "Match",
+    "Pin",
+    "RadixTree",
+    "Sequence",
+    "make_cache",
+]

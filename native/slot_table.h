@@ -1,0 +1,80 @@
+// From a 32-bit tag to small numbers: the hash table under the indexes.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace prefixkv {
+
+// Open addressing with linear probing; deletion shifts back, so there are no tombstones. It is at
+// most half full. What is stored is a number of the caller's, whose content the caller compares.
+class SlotTable {
+ public:
+  static constexpr int32_t kNone = INT32_MIN;
+
+  explicit SlotTable(size_t expected) : slots_(std::max<size_t>(2 * expected, 8)) {}
+
+  size_t size() const { return size_; }
+  void prefetch(uint32_t tag) const { __builtin_prefetch(&slots_[home(tag)]); }
+
+  // The first number under the tag for which `equals` is true, or kNone.
+  template <typename Equals>
+  int32_t find(uint32_t tag, Equals&& equals) const {
+    for (size_t slot = home(tag); slots_[slot].id != kNone; slot = next(slot)) {
+      if (slots_[slot].tag == tag && equals(slots_[slot].id)) return slots_[slot].id;
+    }
+    return kNone;
+  }
+
+  void insert(uint32_t tag, int32_t id) {
+    if (2 * ++size_ > slots_.size()) grow();
+    place(tag, id);
+  }
+
+  // The number must be there.
+  void erase(uint32_t tag, int32_t id) {
+    size_t hole = home(tag);
+    while (slots_[hole].id != id) hole = next(hole);
+    // Shift back each later slot of the run that a probe from its home would no longer reach.
+    for (size_t slot = next(hole); slots_[slot].id != kNone; slot = next(slot)) {
+      if (distance(home(slots_[slot].tag), slot) >= distance(hole, slot)) {
+        slots_[hole] = slots_[slot];
+        hole = slot;
+      }
+    }
+    slots_[hole].id = kNone;
+    --size_;
+  }
+
+ private:
+  struct Slot {
+    uint32_t tag = 0;
+    int32_t id = kNone;
+  };
+
+  // Any number of slots will do, not only powers of two: the high bits of a product choose.
+  size_t home(uint32_t tag) const { return static_cast<size_t>(uint64_t{tag} * slots_.size() >> 32); }
+  size_t next(size_t slot) const { return slot + 1 == slots_.size() ? 0 : slot + 1; }
+  size_t distance(size_t from, size_t to) const {
+    return to >= from ? to - from : to + slots_.size() - from;
+  }
+  void place(uint32_t tag, int32_t id) {
+    size_t slot = home(tag);
+    while (slots_[slot].id != kNone) slot = next(slot);
+    slots_[slot] = Slot{tag, id};
+  }
+  void grow() {
+    std::vector<Slot> old(slots_.size() + slots_.size() / 2);
+    old.swap(slots_);
+    for (const Slot& slot : old) {
+      if (slot.id != kNone) place(slot.tag, slot.id);
+    }
+  }
+
+  std::vector<Slot> slots_;
+  size_t size_ = 0;
+};
+
+}  // namespace prefixkv
