@@ -1,12 +1,6 @@
 """Seeded random traffic through one manager, or through two in lock step.
 
-What is watched after every operation:
-
-* the **comparison** with the second manager: hits, ids, counts, errors, queue order, hashes, events;
-* the **shadow K/V**: a hit must bring exactly what the request would have computed itself, nobody
-  may write a slot that another can see, and what a table or a pin holds must stay;
-* the **books**: counts recounted from live tables and pins, no block lost or there twice, and the
-  events true.
+What must hold after every operation is in `watch`.
 """
 
 from __future__ import annotations
@@ -17,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ledger import Ledger
 from misuse import MISUSES, World
 from prefixkv.errors import CacheError
-from shadow import Divergence, Request, Shadow
+from shadow import Divergence, Request
+from watch import Watch, agree
 
 __all__ = ["Divergence", "LockStep", "Setting"]
 
@@ -91,16 +85,14 @@ class LockStep:
         self.caches = [make(**setting.sizes()) for make in makers]
         self.cache = self.caches[0]
         self.setting = setting
-        self.hashes = hashes
         self.rng = random.Random(f"traffic {seed}")
         self.prompts: list[list[int]] = []
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.pinned: list[Request] = []
         self.seen: Counter[str] = Counter()
-        self.shadow = Shadow(self.cache) if shadow else None
-        self.ledger = Ledger(setting.block_size) if shadow and hashes else None
-        self.hash_of: dict[bytes, bytes] = {}  # the second manager's, for the first one's
+        self.watch = Watch(self.caches, shadow=shadow, hashes=hashes)
+        self.shadow = self.watch.shadow
         self.operations: list[tuple[Callable[[], None], int]] = [
             (self.arrive, 6),
             (self.place, 8),
@@ -122,7 +114,7 @@ class LockStep:
         operations, weights = zip(*self.operations, strict=True)
         for operation in self.rng.choices(operations, weights, k=num_operations):
             operation()
-            self.check()
+            self.watch.check(self.running, self.pinned, self.seen)
         return self.seen
 
     # ---------------------------------------------------------------------------------- operations
@@ -152,7 +144,7 @@ class LockStep:
 
     def lookup(self, seqs: list[Any], group: int) -> list[Any]:
         hits = [cache.lookup(seq, group) for cache, seq in zip(self.caches, seqs, strict=True)]
-        self.agree("lookup", [(hit.num_tokens, hit.blocks) for hit in hits])
+        agree("lookup", [(hit.num_tokens, hit.blocks) for hit in hits])
         return hits
 
     def place(self) -> None:
@@ -175,6 +167,13 @@ class LockStep:
             self.seen["hits"] += bool(request.hits[0].blocks)
             self.check_hit(request)
 
+    def check_hit(self, request: Request) -> None:
+        hit = request.hits[0].num_tokens
+        if self.shadow is not None:
+            if hit >= len(request.tokens):
+                raise Divergence("the hit leaves nothing to compute, so there are no logits")
+            self.shadow.check(request, hit)
+
     def allocate(self, tables: list[Any], room: int, hits: list[Any] | None = None) -> Outcome:
         cached = self.cached_blocks()
         outcomes: list[Outcome] = []
@@ -184,7 +183,7 @@ class LockStep:
                 outcomes.append(grant and (grant.new_blocks, grant.copies))
             except CacheError as error:
                 outcomes.append(type(error))
-        self.agree("allocate", outcomes)
+        agree("allocate", outcomes)
         self.seen["evictions"] += len(cached - self.cached_blocks())
         self.follow(outcomes[0])
         return outcomes[0]
@@ -256,7 +255,7 @@ class LockStep:
         for i, cache in enumerate(self.caches):
             answer = cache.allocate_many([request.tables[i] for request in chosen], rooms)
             grants.append([grant and (grant.new_blocks, grant.copies) for grant in answer])
-        self.agree("allocate_many", grants)
+        agree("allocate_many", grants)
         for grant in grants[0]:
             self.follow(grant)
         step = [request for request, grant in zip(chosen, grants[0], strict=True) if grant]
@@ -267,7 +266,7 @@ class LockStep:
         for i, cache in enumerate(self.caches):
             tables, seqs = [r.tables[i] for r in step], [r.seqs[i] for r in step]
             cache.commit_many(tables, seqs, tokens)
-        self.agree("num_tokens", [[r.seqs[i].num_tokens for r in step] for i in self.each()])
+        agree("num_tokens", [[r.seqs[i].num_tokens for r in step] for i in range(len(self.caches))])
         self.seen["decoded"] += len(step)
 
     def fork(self) -> None:
@@ -303,7 +302,7 @@ class LockStep:
 
     def reset(self) -> None:
         done = [cache.reset() for cache in self.caches]
-        self.agree("reset", done)
+        agree("reset", done)
         self.seen["resets"] += done[0]
 
     def reserve(self) -> None:
@@ -317,7 +316,7 @@ class LockStep:
             cache.reserve(table, num_tokens)
             for cache, table in zip(self.caches, request.tables, strict=True)
         ]
-        self.agree("reserve", [(pin.num_tokens, pin.blocks, pin.group) for pin in pins])
+        agree("reserve", [(pin.num_tokens, pin.blocks, pin.group) for pin in pins])
         tokens = request.tokens[: pins[0].num_tokens]
         self.pinned.append(Request(tokens, request.namespace, request.group, [], [], pins))
         self.prompts.append(tokens)
@@ -343,117 +342,13 @@ class LockStep:
 
     def refused(self, call: Callable[[int], object], what: str) -> None:
         """It must raise, and nothing that can be seen may change."""
-        for i, cache in enumerate(self.caches):
-            before = self.visible(i)
+        for i in range(len(self.caches)):
+            before = self.watch.visible(i, self.running)
             try:
                 call(i)
             except CacheError:
                 pass
             else:
                 raise Divergence(f"{what} is not refused")
-            if self.visible(i) != before:
+            if self.watch.visible(i, self.running) != before:
                 raise Divergence(f"{what} is refused, but leaves a trace")
-
-    def visible(self, i: int) -> Outcome:
-        cache = self.caches[i]
-        blocks = [cache.block(block) for block in range(cache.num_blocks)]
-        holders = [request.tables[i] for request in self.running]
-        return (
-            [(block.ref_cnt, block.block_hash, block.is_cached, block.owner) for block in blocks],
-            cache.free_blocks(),
-            [(t.blocks, t.num_tokens, t.num_computed_tokens) for t in holders],
-            [request.seqs[i].num_tokens for request in self.running],
-        )
-
-    # ------------------------------------------------------------------------------ after each one
-
-    def each(self) -> range:
-        return range(len(self.caches))
-
-    def agree(self, what: str, outcomes: list[Outcome]) -> None:
-        if outcomes.count(outcomes[0]) != len(outcomes):
-            raise Divergence(f"{what}: {outcomes[0]}, not {outcomes[1]}")
-
-    def check(self) -> None:
-        if hasattr(self.cache, "check"):
-            self.cache.check()
-        if self.shadow is not None:
-            self.check_books()
-            for request in self.running:
-                self.shadow.check(request, request.table.num_computed_tokens)
-            for pinned in self.pinned:
-                self.check_pinned(pinned)
-        events = [cache.drain_events() for cache in self.caches]
-        if self.ledger is not None:
-            self.check_events(events[0])
-        if len(self.caches) == 2:
-            self.compare_states()
-            self.compare_events(*events)
-
-    def check_hit(self, request: Request) -> None:
-        hit = request.hits[0].num_tokens
-        if self.shadow is not None:
-            if hit >= len(request.tokens):
-                raise Divergence("the hit leaves nothing to compute, so there are no logits")
-            self.shadow.check(request, hit)
-
-    def check_books(self) -> None:
-        """Every block is held by those that say so, or free; none is both, or neither."""
-        holders: Counter[int] = Counter()
-        for request in self.running + self.pinned:
-            holders.update(request.table.blocks)
-        counts = [self.cache.block(block).ref_cnt for block in range(self.setting.num_blocks)]
-        for block, count in enumerate(counts):
-            if count != holders[block]:
-                raise Divergence(f"block {block} has {holders[block]} holders, not {count}")
-        free = self.cache.free_blocks()
-        if sorted(free) != [block for block, count in enumerate(counts) if not count]:
-            raise Divergence(f"{free} are free, but counts are {counts}")
-        if self.cache.num_free_blocks != len(free):
-            raise Divergence(f"{self.cache.num_free_blocks} free blocks, not {len(free)}")
-
-    def check_pinned(self, pinned: Request) -> None:
-        """It holds what it held, and who has the same tokens finds them."""
-        assert self.shadow is not None
-        num_tokens = pinned.table.num_tokens
-        self.shadow.check(pinned, num_tokens)
-        seq = self.cache.sequence([*pinned.tokens, 0], **pinned.namespace)
-        found = self.cache.lookup(seq, pinned.group).num_tokens
-        if found < num_tokens:
-            raise Divergence(f"{found} tokens are found of {num_tokens} reserved")
-
-    def check_events(self, events: list[Any]) -> None:
-        assert self.ledger is not None
-        self.ledger.follow(events)
-        hashes = {self.cache.block(i).block_hash for i in range(self.setting.num_blocks)} - {None}
-        if hashes and hashes != self.ledger.hashes:
-            raise Divergence(f"by events, {len(self.ledger.hashes)} are cached, not {len(hashes)}")
-
-    def compare_states(self) -> None:
-        states = [self.visible(i) for i in self.each()]
-        for one, other in zip(*(state[0] for state in states), strict=True):
-            self.agree("block", [one[:1] + one[2:], other[:1] + other[2:]])
-            self.same_hashes([one[1]], [other[1]])
-        self.agree("free_blocks", [state[1] for state in states])
-        self.agree("tables", [state[2] for state in states])
-        self.agree("num_free_blocks", [cache.num_free_blocks for cache in self.caches])
-        hashes = [block[1] for block in states[1][0] if block[1]]
-        self.seen["duplicates"] += len(set(hashes)) < len(hashes)
-
-    def compare_events(self, events: list[Any], right: list[Any]) -> None:
-        def but_hashes(event: Any) -> Outcome:
-            tokens = list(event.token_ids)
-            return event.kind, tokens, event.group, event.lora, event.cache_salt
-
-        self.agree("events", [[but_hashes(event) for event in some] for some in (events, right)])
-        for one, other in zip(events, right, strict=True):
-            self.same_hashes(one.block_hashes, other.block_hashes)
-            self.same_hashes([one.parent_block_hash], [other.parent_block_hash])
-        self.seen["events"] += len(events)
-
-    def same_hashes(self, hashes: list[Any], right: list[Any]) -> None:
-        """Each algorithm has hashes of its own, so the same ones must always go together."""
-        self.agree("hashes", [[h is None for h in some] for some in (hashes, right)])
-        if self.hashes:
-            for one, other in zip(hashes, right, strict=True):
-                self.agree("hash", [self.hash_of.setdefault(one, other), other])

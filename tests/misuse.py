@@ -127,7 +127,8 @@ def _same_sequence_twice(w: World, rng: Random) -> object:
 
 def _many_with_one_bad(w: World, rng: Random) -> object:
     """A good table first, of which nothing may have been done when the bad one is met."""
-    table, seq = w.one(rng)
+    good = [(t, s) for t, s in w.running if t.num_computed_tokens < t.num_tokens]
+    table, seq = rng.choice(good or w.running)
     bad = rng.choice([w.freed, w.other_table])
     return rng.choice(
         [

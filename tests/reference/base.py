@@ -171,17 +171,12 @@ class Manager:
         self._check_room(table, num_tokens)
         if hit is not None:
             self._check_hit(table, num_tokens, hit)
-        size = self.block_size
         if hit is not None and hit.num_tokens:
             have, computed, holders = hit.blocks, hit.num_tokens, 0
         else:
             hit, have, computed, holders = None, table.blocks, table.num_computed_tokens, 1
-        first, stop = computed // size, -(-num_tokens // size)
-        shared: list[int] = []
-        if num_tokens > computed:
-            count = self._ref_cnt
-            shared = [i for i, b in enumerate(have[first:stop], first) if count[b] > holders]
-        need = stop - len(have) + len(shared)
+        shared = self._shared(have, computed, holders) if num_tokens > computed else []
+        need = -(-num_tokens // self.block_size) - len(have) + len(shared)
         if need > self.num_free_blocks - (self._num_unheld(hit) if hit else 0):
             return None
         if hit:
@@ -195,7 +190,14 @@ class Manager:
         table.num_tokens = num_tokens
         return Grant(new[len(copies) :], copies)
 
-    def _replace(self, table: BlockTable, shared: list[int], new: list[int]) -> list[tuple[int, int]]:
+    def _shared(self, blocks: list[int], computed: int, holders: int) -> list[int]:
+        """Indices of the blocks that are not all computed and have more holders than that."""
+        first, count = computed // self.block_size, self._ref_cnt
+        return [i for i, block in enumerate(blocks[first:], first) if count[block] > holders]
+
+    def _replace(
+        self, table: BlockTable, shared: list[int], new: list[int]
+    ) -> list[tuple[int, int]]:
         """Own blocks for those that the table must not write; (source, target) of what it keeps."""
         copies = []
         for index, block in zip(shared, new, strict=False):

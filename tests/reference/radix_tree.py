@@ -80,7 +80,7 @@ class Tree:
         return node
 
     def split(self, lower: Node, at: int) -> Node:
-        """A new node takes the first pages of another, which stays who it is to all that know it."""
+        """A new node takes the first pages of another, which stays itself to all that know it."""
         assert lower.parent is not None
         upper = Node(lower.parent, lower.pages[:at], lower.values[:at], next(self._created))
         upper.time, upper.locks = lower.time, lower.locks
