@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import faults_of_seam as seam
+from faults_of_seam import Fault
 from reference import (
     BlockTable,
     Grant,
     Hit,
-    Manager,
     PagedManager,
     Pin,
     RadixManager,
@@ -18,168 +19,21 @@ from reference import (
 )
 from reference.radix_tree import Node, Tree
 
-Fault = type[Manager]
-TWINS: list[Any] = [ReferenceManager, RadixManager, PagedManager]
-# Seen in a comparison only: the answers would be right.
-COMPARED: list[Fault] = []
-# Those that would hand a request another's K/V or no logits, lose a block, or tell untrue events.
-WRONG_ANSWERS: list[Fault] = []
-
-
-def on_each(faults: list[Fault]) -> Callable[[Callable[[Any], Fault]], Callable[[Any], Fault]]:
-    """The fault in each of the three systems."""
-
-    def add(fault_in: Callable[[Any], Fault]) -> Callable[[Any], Fault]:
-        for base in TWINS:
-            fault = fault_in(base)
-            fault.__name__ = f"{fault.__name__}Of{base.__name__}"
-            faults.append(fault)
-        return fault_in
-
-    return add
-
-
-def on_one(faults: list[Fault]) -> Callable[[Fault], Fault]:
-    def add(fault: Fault) -> Fault:
-        faults.append(fault)
-        return fault
-
-    return add
-
-
-# ------------------------------------------------------------------------------------- of the seam
-
-
-@on_each(WRONG_ANSWERS)
-def no_copy_on_write(base: Any) -> Fault:
-    class NoCopyOnWrite(base):
-        def _shared(self, *_: Any) -> list[int]:
-            return []
-
-    return NoCopyOnWrite
-
-
-@on_each(WRONG_ANSWERS)
-def copy_not_asked_for(base: Any) -> Fault:
-    class CopyNotAskedFor(base):
-        def allocate(self, *args: Any) -> Grant | None:
-            grant: Grant | None = super().allocate(*args)
-            return grant and grant._replace(copies=[])
-
-    return CopyNotAskedFor
-
-
-@on_each(WRONG_ANSWERS)
-def fork_without_counting(base: Any) -> Fault:
-    class ForkWithoutCounting(base):
-        def _hold(self, holder: BlockTable | Pin) -> None:
-            if isinstance(holder, Pin):
-                super()._hold(holder)
-
-    return ForkWithoutCounting
-
-
-@on_each(WRONG_ANSWERS)
-def pin_without_counting(base: Any) -> Fault:
-    class PinWithoutCounting(base):
-        def _hold(self, holder: BlockTable | Pin) -> None:
-            if isinstance(holder, BlockTable):
-                super()._hold(holder)
-
-        def _drop(self, holder: BlockTable | Pin) -> None:
-            if isinstance(holder, BlockTable):
-                super()._drop(holder)
-
-    return PinWithoutCounting
-
-
-@on_each(WRONG_ANSWERS)
-def release_frees_twice(base: Any) -> Fault:
-    class ReleaseFreesTwice(base):
-        def release(self, pin: Pin) -> None:
-            super().release(pin)
-            self._drop(pin)
-
-    return ReleaseFreesTwice
-
-
-@on_each(WRONG_ANSWERS)
-def commit_to_shared_block(base: Any) -> Fault:
-    class CommitToSharedBlock(base):
-        def _check_commit(self, table: BlockTable, *args: Any) -> None:
-            counts, self._ref_cnt = self._ref_cnt, [1] * self.num_blocks
-            try:
-                super()._check_commit(table, *args)
-            finally:
-                self._ref_cnt = counts
-
-    return CommitToSharedBlock
-
-
-@on_each(WRONG_ANSWERS)
-def commit_many_commits_the_sampled_token(base: Any) -> Fault:
-    class CommitManyCommitsTheSampledToken(base):
-        def commit_many(self, tables: Any, seqs: Any, token_ids: Any) -> None:
-            super().commit_many(tables, seqs, token_ids)
-            for table, seq in zip(tables, seqs, strict=True):
-                self.commit(table, seq, min(table.num_tokens, seq.num_tokens))
-
-    return CommitManyCommitsTheSampledToken
-
-
-@on_each(WRONG_ANSWERS)
-def commit_many_checks_as_it_goes(base: Any) -> Fault:
-    class CommitManyChecksAsItGoes(base):
-        def commit_many(self, tables: Any, seqs: Any, token_ids: Any) -> None:
-            self._check_many(tables, seqs)
-            self._check_many(seqs, token_ids)
-            for table, seq, token in zip(tables, seqs, token_ids, strict=True):
-                seq.append([token])
-                self.commit(table, seq, table.num_computed_tokens + 1)
-
-    return CommitManyChecksAsItGoes
-
-
-@on_each(COMPARED)
-def allocate_many_goes_on_after_a_refusal(base: Any) -> Fault:
-    class AllocateManyGoesOnAfterARefusal(base):
-        def allocate_many(self, tables: Any, num_tokens: Any) -> list[Grant | None]:
-            pairs = zip(tables, num_tokens, strict=True)
-            return [self.allocate(table, room) for table, room in pairs]
-
-    return AllocateManyGoesOnAfterARefusal
-
-
-@on_each(COMPARED)
-def reset_is_not_told(base: Any) -> Fault:
-    class ResetIsNotTold(base):
-        def reset(self) -> bool:
-            events = self._events.copy()
-            done: bool = super().reset()
-            self._events = events
-            return done
-
-    return ResetIsNotTold
-
-
 # ------------------------------------------------------------------------------------------- hash
 
 
-@on_one(COMPARED)
 class HeadFirstFree(ReferenceManager):
     def free(self, table: BlockTable) -> None:
         table.blocks.reverse()
         super().free(table)
 
 
-@on_one(WRONG_ANSWERS)
 class NoTouchOnHit(ReferenceManager):
     def _touch(self, _: BlockTable, hit: Hit) -> None:
         for block in hit.blocks:
             self._ref_cnt[block] += 1  # but it stays in the free queue
 
 
-@on_one(WRONG_ANSWERS)
 class HashKeptAfterEviction(ReferenceManager):
     def _evict(self, count: int, owner: str | None) -> list[int]:
         evicted = [self._cached.popitem(False)[0] for _ in range(count)]
@@ -189,7 +43,6 @@ class HashKeptAfterEviction(ReferenceManager):
         return evicted
 
 
-@on_one(WRONG_ANSWERS)
 class HitCoversTheWholePrompt(ReferenceManager):
     def lookup(self, seq: TokenSequence, group: int = 0) -> Hit:
         seq.num_tokens += 1
@@ -198,7 +51,6 @@ class HitCoversTheWholePrompt(ReferenceManager):
         return hit
 
 
-@on_one(WRONG_ANSWERS)
 class RefusalKeepsReferences(ReferenceManager):
     def allocate(self, table: BlockTable, num_tokens: int, hit: Hit | None = None) -> Grant | None:
         grant = super().allocate(table, num_tokens, hit)
@@ -207,7 +59,6 @@ class RefusalKeepsReferences(ReferenceManager):
         return grant
 
 
-@on_one(WRONG_ANSWERS)
 class CommitBeforeTheStep(ReferenceManager):
     def allocate(self, table: BlockTable, num_tokens: int, hit: Hit | None = None) -> Grant | None:
         grant = super().allocate(table, num_tokens, hit)
@@ -221,7 +72,6 @@ class CommitBeforeTheStep(ReferenceManager):
         return grant
 
 
-@on_one(COMPARED)
 class LaterCopyServes(ReferenceManager):
     def commit(self, table: BlockTable, seq: TokenSequence, num_computed_tokens: int) -> None:
         super().commit(table, seq, num_computed_tokens)
@@ -229,19 +79,16 @@ class LaterCopyServes(ReferenceManager):
             self._index[key], others[-1] = others[-1], self._index[key]
 
 
-@on_one(WRONG_ANSWERS)
 class GroupsShare(ReferenceManager):
     def _keys(self, seq: TokenSequence, group: int, start: int, stop: int) -> list[bytes]:
         return super()._keys(seq, group and 0, start, stop)
 
 
-@on_one(WRONG_ANSWERS)
 class NamespacesShare(ReferenceManager):
     def sequence(self, token_ids: Any = (), *_: Any, **__: Any) -> TokenSequence:
         return super().sequence(token_ids)
 
 
-@on_one(WRONG_ANSWERS)
 class StaleHitIsTaken(ReferenceManager):
     def _is_stale(self, _: Hit) -> bool:
         return False
@@ -255,7 +102,6 @@ class StaleHitIsTaken(ReferenceManager):
             self._ref_cnt[block] += 1
 
 
-@on_one(COMPARED)
 class BlankGoesToTheBack(ReferenceManager):
     def _drop(self, holder: BlockTable | Pin) -> None:
         before = len(self._blank)
@@ -263,7 +109,6 @@ class BlankGoesToTheBack(ReferenceManager):
         self._blank = self._blank[before:] + self._blank[:before]
 
 
-@on_one(WRONG_ANSWERS)
 class EveryCopyIsTold(ReferenceManager):
     def _cache(self, table: BlockTable, seq: TokenSequence, start: int, stop: int) -> None:
         super()._cache(table, seq, start, stop)
@@ -319,11 +164,6 @@ class SplitIsNew(Tree):
         return upper
 
 
-WRONG_ANSWERS += [with_tree(EvictsLocked), with_tree(SplitWithoutLocks)]
-COMPARED += [with_tree(EvictsTheNewest), with_tree(SplitIsNew)]
-
-
-@on_one(WRONG_ANSWERS)
 class ExtendsASharedLeaf(RadixManager):
     def _extend(self, table: BlockTable, node: Node, end: Node, *new: Any) -> Node:
         locks, node.locks = node.locks, 1
@@ -333,14 +173,12 @@ class ExtendsASharedLeaf(RadixManager):
         return end
 
 
-@on_one(COMPARED)
 class NeverExtendsALeaf(RadixManager):
     def _extend(self, table: BlockTable, *args: Any) -> Node:
         table.owns_leaf = False
         return super()._extend(table, *args)
 
 
-@on_one(WRONG_ANSWERS)
 class KeepsItsDuplicate(RadixManager):
     def _cache(self, table: BlockTable, seq: TokenSequence, start: int, stop: int) -> None:
         before = table.blocks.copy()
@@ -348,26 +186,22 @@ class KeepsItsDuplicate(RadixManager):
         table.blocks = before
 
 
-@on_one(WRONG_ANSWERS)
 class RadixNamespacesShare(RadixManager):
     def _root(self, _: TokenSequence, group: int) -> Node:
         return self._tree.root(group)
 
 
-@on_one(WRONG_ANSWERS)
 class RadixHitCoversTheWholePrompt(RadixManager):
     def lookup(self, seq: TokenSequence, group: int = 0) -> Hit:
         blocks = self._find(seq, group, seq.num_tokens // self.block_size)
         return Hit(blocks, len(blocks) * self.block_size, seq, group)
 
 
-@on_one(WRONG_ANSWERS)
 class RadixStaleHitIsTaken(RadixManager):
     def _is_stale(self, _: Hit) -> bool:
         return False
 
 
-@on_one(WRONG_ANSWERS)
 class EvictionIsNotTold(RadixManager):
     def _evicted(self, *_: Any) -> None:
         pass
@@ -376,7 +210,6 @@ class EvictionIsNotTold(RadixManager):
 # ------------------------------------------------------------------------------------------- paged
 
 
-@on_one(WRONG_ANSWERS)
 class PagedHitCoversTheLastToken(PagedManager):
     def lookup(self, seq: TokenSequence, group: int = 0) -> Hit:
         longer = seq.fork()
@@ -384,7 +217,6 @@ class PagedHitCoversTheLastToken(PagedManager):
         return super().lookup(longer, group)
 
 
-@on_one(COMPARED)
 class TheNewestPinServes(PagedManager):
     def lookup(self, seq: TokenSequence, group: int = 0) -> Hit:
         self._pins.reverse()
@@ -393,13 +225,11 @@ class TheNewestPinServes(PagedManager):
         return hit
 
 
-@on_one(WRONG_ANSWERS)
 class PagedStaleHitIsTaken(PagedManager):
     def _is_stale(self, _: Hit) -> bool:
         return False
 
 
-@on_one(WRONG_ANSWERS)
 class PagedHitsFullBlocksOnly(PagedManager):
     def lookup(self, seq: TokenSequence, group: int = 0) -> Hit:
         hit = super().lookup(seq, group)
@@ -407,17 +237,73 @@ class PagedHitsFullBlocksOnly(PagedManager):
         return hit._replace(num_tokens=full * self.block_size, blocks=hit.blocks[:full])
 
 
-@on_one(WRONG_ANSWERS)
 class GroupsShareAPin(PagedManager):
     def lookup(self, seq: TokenSequence, group: int = 0) -> Hit:
         hits = [super(GroupsShareAPin, self).lookup(seq, g) for g in range(self.num_groups)]
         return max(hits, key=lambda hit: hit.num_tokens)._replace(group=group)
 
 
-@on_one(WRONG_ANSWERS)
 class ToldFromTheTop(PagedManager):
     def release(self, pin: Pin) -> None:
         before = self._events.copy()
         super().release(pin)
         for event in self._events[len(before) :]:
             event.block_hashes.reverse()
+
+
+# -------------------------------------------------------------------------------------- all of them
+
+
+def in_each_system(fault_in: Callable[[Any], Fault]) -> list[Fault]:
+    faults = [fault_in(right) for right in TWINS]
+    for fault, right in zip(faults, TWINS, strict=True):
+        fault.__name__ = f"{fault.__name__}Of{right.__name__}"
+    return faults
+
+
+TWINS: list[Any] = [ReferenceManager, RadixManager, PagedManager]
+# Seen in a comparison only: the answers would be right.
+COMPARED: list[Fault] = [
+    *in_each_system(seam.allocate_many_goes_on_after_a_refusal),
+    *in_each_system(seam.reset_is_not_told),
+    HeadFirstFree,
+    LaterCopyServes,
+    BlankGoesToTheBack,
+    NeverExtendsALeaf,
+    TheNewestPinServes,
+    with_tree(EvictsTheNewest),
+    with_tree(SplitIsNew),
+]
+# Those that would hand a request another's K/V or no logits, lose a block, or tell untrue events.
+WRONG_ANSWERS: list[Fault] = [
+    *in_each_system(seam.no_copy_on_write),
+    *in_each_system(seam.copy_not_asked_for),
+    *in_each_system(seam.fork_without_counting),
+    *in_each_system(seam.pin_without_counting),
+    *in_each_system(seam.release_frees_twice),
+    *in_each_system(seam.commit_to_shared_block),
+    *in_each_system(seam.commit_many_commits_the_sampled_token),
+    *in_each_system(seam.commit_many_checks_as_it_goes),
+    NoTouchOnHit,
+    HashKeptAfterEviction,
+    HitCoversTheWholePrompt,
+    RefusalKeepsReferences,
+    CommitBeforeTheStep,
+    GroupsShare,
+    NamespacesShare,
+    StaleHitIsTaken,
+    EveryCopyIsTold,
+    ExtendsASharedLeaf,
+    KeepsItsDuplicate,
+    RadixNamespacesShare,
+    RadixHitCoversTheWholePrompt,
+    RadixStaleHitIsTaken,
+    EvictionIsNotTold,
+    PagedHitCoversTheLastToken,
+    PagedStaleHitIsTaken,
+    PagedHitsFullBlocksOnly,
+    GroupsShareAPin,
+    ToldFromTheTop,
+    with_tree(EvictsLocked),
+    with_tree(SplitWithoutLocks),
+]

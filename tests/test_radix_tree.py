@@ -148,8 +148,7 @@ def test_a_parent_without_children_joins_at_once(make: Callable[..., Any]) -> No
     assert tree.evict(1).tolist() == [40]
 
 
-def test_of_equal_times_the_node_created_first_goes_first(make: Callable[..., Any]) -> None:
-    """A match inside a run refreshes both halves; the lower one is the leaf."""
+def test_a_match_inside_a_run_makes_both_halves_recent(make: Callable[..., Any]) -> None:
     tree = make(1)
     tree.insert([1, 2, 3], [10, 11, 12])
     tree.insert([4], [40])

@@ -30,12 +30,13 @@ class Trace:
         self.trees = trees
         self.rng = random.Random(seed)
         self.matches: list[list[Any]] = []  # one for each tree; some locked, some gone stale
+        self.earlier: list[tuple[list[int], str | None]] = [([], None)]
         self.next_slot = 0
         self.seen: Counter[str] = Counter()
 
     def run(self) -> Counter[str]:
         steps = [self.insert, self.match, self.lock, self.unlock, self.evict]
-        for step in self.rng.choices(steps, [6, 6, 4, 4, 2], k=NUM_STEPS):
+        for step in self.rng.choices(steps, [6, 6, 4, 4, 3], k=NUM_STEPS):
             step()
             self.agree([(tree.evictable_size, tree.protected_size) for tree in self.trees])
             if hasattr(self.trees[0], "check"):
@@ -47,9 +48,15 @@ class Trace:
         return answers[0]
 
     def tokens(self) -> tuple[list[int], str | None]:
-        count = self.rng.randrange(4 * self.trees[0].page_size + 2)
-        tokens = [self.rng.randrange(VOCABULARY) for _ in range(count)]
-        return tokens, self.rng.choice(NAMESPACES)
+        """Often the beginning of earlier ones, with another end."""
+        earlier, namespace = self.rng.choice(self.earlier)
+        if self.rng.random() < 0.3:
+            earlier, namespace = [], self.rng.choice(NAMESPACES)
+        count = self.rng.randrange(2 * self.trees[0].page_size + 2)
+        tokens = earlier[: self.rng.randint(0, len(earlier))]
+        tokens = tokens + [self.rng.randrange(VOCABULARY) for _ in range(count)]
+        self.earlier = [*self.earlier[-9:], (tokens, namespace)]
+        return tokens, namespace
 
     def insert(self) -> None:
         tokens, namespace = self.tokens()
@@ -83,7 +90,7 @@ class Trace:
         self.seen[f"{call}: {self.agree(answers)}"] += 1
 
     def evict(self) -> None:
-        count = self.rng.randrange(4 * self.trees[0].page_size)
+        count = self.rng.randrange(6 * self.trees[0].page_size)
         evicted = [tree.evict(count).tolist() for tree in self.trees]
         self.seen["evicted"] += len(self.agree(evicted))
 
@@ -95,10 +102,10 @@ def test_native_and_twin_agree(page_size: int, seed: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", range(1000, 1600))
 @pytest.mark.parametrize("page_size", [1, 2, 3, 4])
-def test_native_and_twin_agree_at_length(page_size: int, seed: int) -> None:
-    Trace([RadixTree(page_size), Twin(page_size)], seed).run()
+def test_native_and_twin_agree_at_length(page_size: int) -> None:
+    for seed in range(1000, 1600):
+        Trace([RadixTree(page_size), Twin(page_size)], seed).run()
 
 
 def test_the_traces_reach_every_rare_case() -> None:
@@ -122,13 +129,6 @@ class NewestFirst(Tree):
         return order
 
 
-class CreatedLastFirst(Tree):
-    def split(self, lower: Node, at: int) -> Node:
-        upper = super().split(lower, at)
-        upper.created, lower.created = lower.created, upper.created
-        return upper
-
-
 class SplitWithoutLocks(Tree):
     def split(self, lower: Node, at: int) -> Node:
         upper = super().split(lower, at)
@@ -149,9 +149,7 @@ class NoClock(Tree):
         return super().walk(node, pages)
 
 
-@pytest.mark.parametrize(
-    "fault", [NewestFirst, CreatedLastFirst, SplitWithoutLocks, LockIsARefresh, NoClock]
-)
+@pytest.mark.parametrize("fault", [NewestFirst, SplitWithoutLocks, LockIsARefresh, NoClock])
 def test_the_traces_catch(fault: type[Tree]) -> None:
     for seed in range(40):
         faulty = Twin(1)
