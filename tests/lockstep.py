@@ -1,47 +1,26 @@
 """Seeded random traffic through one manager, or through two in lock step.
 
-What is watched after every operation:
-
-* the **comparison** with the second manager: hits, ids, counts, errors, queue order, block hashes;
-* the **shadow K/V**, which holds for each slot what a model would have written there: the token
-  with all that it depends on. A hit must bring exactly what the request would have computed itself,
-  and nobody may overwrite a slot that a table holds.
+What must hold after every operation is in `watch`.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+from misuse import MISUSES, World
 from prefixkv.errors import CacheError
+from shadow import Divergence, Request
+from watch import Watch, agree
+
+__all__ = ["Divergence", "LockStep", "Setting"]
 
 Outcome = Any
-
-
-class Divergence(AssertionError):
-    """The managers disagree, or a slot does not hold what it must."""
-
-
-@dataclass
-class Request:
-    """A request on its way; handles hold one object for each manager."""
-
-    tokens: list[int]
-    namespace: dict[str, Any]
-    group: int
-    seqs: list[Any]
-    hits: list[Any]
-    tables: list[Any] = field(default_factory=list)
-
-    def content(self, position: int, block_size: int) -> tuple[Any, ...]:
-        """What the K/V at `position` depends on, and so what its slot must hold."""
-        block_end = position - position % block_size + block_size
-        extra = [(e[0], e[2]) for e in self.namespace.get("extra", ()) if e[0] < block_end]
-        salt, lora = self.namespace.get("cache_salt"), self.namespace.get("lora")
-        return self.group, salt, lora, tuple(extra), tuple(self.tokens[: position + 1])
+MOST_RUNNING = 8
+MOST_PINS = 3
 
 
 @dataclass(frozen=True)
@@ -54,18 +33,19 @@ class Setting:
     vocabulary: int
     most_waiting: int
     most_new: int  # tokens that a prompt adds to an earlier one's beginning
+    events: bool = True
 
     @staticmethod
-    def of(seed: int) -> Setting:
+    def of(seed: int, block_size: int | None = None) -> Setting:
         rng = random.Random(seed)
-        block_size = rng.choice([1, 2, 4])
+        size = block_size or rng.choice([1, 2, 4])
         return Setting(
             num_blocks=rng.randint(4, 24),
-            block_size=block_size,
+            block_size=size,
             num_groups=rng.choice([1, 1, 2]),
             vocabulary=rng.choice([2, 2, 3]),
             most_waiting=rng.randint(1, 4),
-            most_new=2 * block_size + 2,
+            most_new=2 * size + 2,
         )
 
     def sizes(self) -> dict[str, Any]:
@@ -73,6 +53,7 @@ class Setting:
             "num_blocks": self.num_blocks,
             "block_size": self.block_size,
             "num_groups": self.num_groups,
+            "events": self.events,
         }
 
 
@@ -86,36 +67,54 @@ NAMESPACES: list[dict[str, Any]] = [
 
 
 class LockStep:
-    """Drives `caches`, of which the first is under test and a second, if any, is right."""
+    """Drives the managers made, of which the first is under test and a second, if any, is right.
+
+    `reserves`: whether they can reserve. `hashes`: whether equal hashes mean equal content.
+    """
 
     def __init__(
-        self, caches: list[Any], setting: Setting, seed: int, *, shadow: bool = True
+        self,
+        makers: list[Callable[..., Any]],
+        setting: Setting,
+        seed: int,
+        *,
+        shadow: bool = True,
+        reserves: bool = True,
+        hashes: bool = True,
     ) -> None:
-        self.caches = caches
+        self.caches = [make(**setting.sizes()) for make in makers]
+        self.cache = self.caches[0]
         self.setting = setting
         self.rng = random.Random(f"traffic {seed}")
-        self.shadow: list[Any] | None = None
-        if shadow:
-            self.shadow = [None] * (setting.num_blocks * setting.block_size)
         self.prompts: list[list[int]] = []
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self.pinned: list[Request] = []
         self.seen: Counter[str] = Counter()
-
-    def run(self, num_operations: int) -> Counter[str]:
-        operations: list[tuple[Callable[[], None], int]] = [
+        self.watch = Watch(self.caches, shadow=shadow, hashes=hashes)
+        self.shadow = self.watch.shadow
+        self.operations: list[tuple[Callable[[], None], int]] = [
             (self.arrive, 6),
             (self.place, 8),
             (self.grow, 3),
-            (self.compute, 10),
-            (self.finish, 4),
+            (self.compute, 8),
+            (self.decode, 4),
+            (self.fork, 3),
+            (self.finish, 5),
             (self.drop, 1),
             (self.reset, 1),
         ]
-        names, weights = zip(*operations, strict=True)
-        for operation in self.rng.choices(names, weights, k=num_operations):
+        self.worlds: list[World] = []
+        if reserves:
+            strangers = [make(**setting.sizes()) for make in makers]
+            self.worlds = [World(*pair) for pair in zip(self.caches, strangers, strict=True)]
+            self.operations += [(self.reserve, 2), (self.release, 2), (self.misuse, 2)]
+
+    def run(self, num_operations: int) -> Counter[str]:
+        operations, weights = zip(*self.operations, strict=True)
+        for operation in self.rng.choices(operations, weights, k=num_operations):
             operation()
-            self.compare_states()
+            self.watch.check(self.running, self.pinned, self.seen)
         return self.seen
 
     # ---------------------------------------------------------------------------------- operations
@@ -145,15 +144,15 @@ class LockStep:
 
     def lookup(self, seqs: list[Any], group: int) -> list[Any]:
         hits = [cache.lookup(seq, group) for cache, seq in zip(self.caches, seqs, strict=True)]
-        self.agree("lookup", [(hit.num_tokens, hit.blocks) for hit in hits])
+        agree("lookup", [(hit.num_tokens, hit.blocks) for hit in hits])
         return hits
 
     def place(self) -> None:
         """Allocate for a waiting request, all of it or a first chunk."""
-        if not self.waiting:
+        if not self.waiting or len(self.running) >= MOST_RUNNING:
             return
         request = self.rng.choice(self.waiting)
-        least = min(request.hits[0].num_tokens + 1, len(request.tokens))
+        least = min(request.hits[0].num_tokens, len(request.tokens))
         room = self.rng.choice([self.rng.randint(least, len(request.tokens)), len(request.tokens)])
         owner = f"request {self.rng.randrange(100)}"
         tables = [cache.table(owner=owner, group=request.group) for cache in self.caches]
@@ -161,17 +160,22 @@ class LockStep:
         if isinstance(outcome, type):
             self.seen["stale hits"] += 1
             request.hits = self.lookup(request.seqs, request.group)
-        elif outcome is None:
-            self.seen["refusals"] += 1
-        else:
+        elif outcome is not None:
             self.waiting.remove(request)
             request.tables = tables
             self.running.append(request)
-            self.seen["hit blocks"] += len(request.hits[0].blocks)
+            self.seen["hits"] += bool(request.hits[0].blocks)
             self.check_hit(request)
 
+    def check_hit(self, request: Request) -> None:
+        hit = request.hits[0].num_tokens
+        if self.shadow is not None:
+            if hit >= len(request.tokens):
+                raise Divergence("the hit leaves nothing to compute, so there are no logits")
+            self.shadow.check(request, hit)
+
     def allocate(self, tables: list[Any], room: int, hits: list[Any] | None = None) -> Outcome:
-        cached = [block for block in range(self.setting.num_blocks) if self.is_cached(block)]
+        cached = self.cached_blocks()
         outcomes: list[Outcome] = []
         for i, cache in enumerate(self.caches):
             try:
@@ -179,44 +183,108 @@ class LockStep:
                 outcomes.append(grant and (grant.new_blocks, grant.copies))
             except CacheError as error:
                 outcomes.append(type(error))
-        self.agree("allocate", outcomes)
-        self.seen["evictions"] += sum(not self.is_cached(block) for block in cached)
+        agree("allocate", outcomes)
+        self.seen["evictions"] += len(cached - self.cached_blocks())
+        self.follow(outcomes[0])
         return outcomes[0]
 
-    def is_cached(self, block: int) -> bool:
-        cached: bool = self.caches[0].block(block).is_cached
-        return cached
+    def follow(self, outcome: Outcome) -> None:
+        """Run the copies of a grant; they come before the next write."""
+        if outcome is None:
+            self.seen["refusals"] += 1
+        elif not isinstance(outcome, type):
+            self.seen["copies"] += len(outcome[1])
+            if self.shadow is not None:
+                self.shadow.copy(outcome[1])
+
+    def cached_blocks(self) -> set[int]:
+        blocks = range(self.setting.num_blocks)
+        return {block for block in blocks if self.cache.block(block).is_cached}
 
     def grow(self) -> None:
         """Append tokens to a running request, or make room for the next chunk of its prompt."""
         if not self.running:
             return
         request = self.rng.choice(self.running)
-        if request.tables[0].num_tokens == len(request.tokens):
-            more = self.random_tokens(self.rng.randint(1, 3))
-            request.tokens = request.tokens + more
-            for seq in request.seqs:
-                seq.append(more)
-        room = self.rng.randint(request.tables[0].num_tokens, len(request.tokens))
-        if self.allocate(request.tables, room) is None:
-            self.seen["refusals"] += 1
+        if request.table.num_tokens >= len(request.tokens):
+            self.append(request, self.random_tokens(self.rng.randint(1, 3)))
+        self.allocate(
+            request.tables, self.rng.randint(request.table.num_tokens, len(request.tokens))
+        )
+
+    def append(self, request: Request, more: list[int]) -> None:
+        request.tokens = request.tokens + more
+        for seq in request.seqs:
+            seq.append(more)
 
     def compute(self) -> None:
         """A step: read all K/V so far, write that of some tokens, and only then commit them."""
         if not self.running:
             return
         request = self.rng.choice(self.running)
-        table = request.tables[0]
-        stop = self.rng.choice(
-            [self.rng.randint(table.num_computed_tokens, table.num_tokens), table.num_tokens]
-        )
-        self.check_held(request, table.num_computed_tokens)
+        most = min(request.table.num_tokens, len(request.tokens))
+        stop = self.rng.choice([self.rng.randint(request.table.num_computed_tokens, most), most])
+        if self.is_shared(request, stop):
+            self.refused(lambda i: self.commit(i, request, stop), "a commit to a shared block")
+            if self.allocate(request.tables, request.table.num_tokens) is None:
+                return
         self.write(request, stop)
-        for cache, one, seq in zip(self.caches, request.tables, request.seqs, strict=True):
-            try:
-                cache.commit(one, seq, stop)
-            except CacheError as error:
-                raise Divergence("a correct commit is refused") from error
+        for i in range(len(self.caches)):
+            self.commit(i, request, stop)
+
+    def commit(self, i: int, request: Request, stop: int) -> None:
+        self.caches[i].commit(request.tables[i], request.seqs[i], stop)
+
+    def is_shared(self, request: Request, stop: int) -> bool:
+        """Whether a block that it would write has other holders."""
+        start, size = request.table.num_computed_tokens, self.setting.block_size
+        blocks = request.table.blocks[start // size : -(-stop // size)] if stop > start else []
+        return any(self.cache.block(block).ref_cnt > 1 for block in blocks)
+
+    def write(self, request: Request, stop: int) -> None:
+        if self.shadow is not None:
+            self.shadow.check(request, request.table.num_computed_tokens)
+            self.shadow.write(request, stop)
+
+    def decode(self) -> None:
+        """A step of several requests, one token each."""
+        count = self.rng.randint(0, len(self.running))
+        chosen = self.rng.sample(self.running, count)
+        rooms = [max(r.table.num_tokens, r.table.num_computed_tokens + 1) for r in chosen]
+        grants: list[list[Outcome]] = []
+        for i, cache in enumerate(self.caches):
+            answer = cache.allocate_many([request.tables[i] for request in chosen], rooms)
+            grants.append([grant and (grant.new_blocks, grant.copies) for grant in answer])
+        agree("allocate_many", grants)
+        for grant in grants[0]:
+            self.follow(grant)
+        step = [request for request, grant in zip(chosen, grants[0], strict=True) if grant]
+        tokens = self.random_tokens(len(step))
+        for request, token in zip(step, tokens, strict=True):
+            request.tokens = [*request.tokens, token]
+            self.write(request, request.table.num_computed_tokens + 1)
+        for i, cache in enumerate(self.caches):
+            tables, seqs = [r.tables[i] for r in step], [r.seqs[i] for r in step]
+            cache.commit_many(tables, seqs, tokens)
+        agree("num_tokens", [[r.seqs[i].num_tokens for r in step] for i in range(len(self.caches))])
+        self.seen["decoded"] += len(step)
+
+    def fork(self) -> None:
+        """The child goes on with the same tokens, or with others from where K/V ends."""
+        if not self.running or len(self.running) >= MOST_RUNNING:
+            return
+        parent = self.rng.choice(self.running)
+        tables = [cache.fork(one) for cache, one in zip(self.caches, parent.tables, strict=True)]
+        if self.rng.random() < 0.5:
+            tokens, seqs = parent.tokens, [seq.fork() for seq in parent.seqs]
+        else:
+            tokens = parent.tokens[: parent.table.num_computed_tokens]
+            missing = max(parent.table.num_tokens - len(tokens), 1)
+            tokens = tokens + self.random_tokens(missing + self.rng.randint(0, 2))
+            seqs = [cache.sequence(tokens, **parent.namespace) for cache in self.caches]
+        child = Request(tokens, parent.namespace, parent.group, seqs, [], tables)
+        self.running.append(child)
+        self.seen["forks"] += 1
 
     def finish(self) -> None:
         if self.running:
@@ -230,69 +298,57 @@ class LockStep:
             self.take_running()
 
     def take_running(self) -> Request:
-        request = self.running.pop(self.rng.randrange(len(self.running)))
-        self.check_held(request, request.tables[0].num_computed_tokens)
-        return request
+        return self.running.pop(self.rng.randrange(len(self.running)))
 
     def reset(self) -> None:
         done = [cache.reset() for cache in self.caches]
-        self.agree("reset", done)
+        agree("reset", done)
         self.seen["resets"] += done[0]
 
-    # ---------------------------------------------------------------------------------- comparison
-
-    def agree(self, what: str, outcomes: list[Outcome]) -> None:
-        if outcomes.count(outcomes[0]) != len(outcomes):
-            raise Divergence(f"{what}: {outcomes[0]}, not {outcomes[1]}")
-
-    def compare_states(self) -> None:
-        if hasattr(self.caches[0], "check"):
-            self.caches[0].check()
-        if len(self.caches) == 1:
+    def reserve(self) -> None:
+        """Tokens of a running request, to be found and kept beyond it."""
+        computed = [request for request in self.running if request.table.num_computed_tokens]
+        if not computed or len(self.pinned) >= MOST_PINS:
             return
-        self.agree("free_blocks", [cache.free_blocks() for cache in self.caches])
-        self.agree("num_free_blocks", [cache.num_free_blocks for cache in self.caches])
-        for index in range(self.setting.num_blocks):
-            one, other = (cache.block(index) for cache in self.caches)
-            self.agree(f"ref_cnt of {index}", [one.ref_cnt, other.ref_cnt])
-            self.agree(f"is_cached of {index}", [one.is_cached, other.is_cached])
-            self.agree(f"owner of {index}", [one.owner, other.owner])
-            # xxh3 has a seed of its own: only that there is a hash can be compared.
-            if one.block_hash and len(one.block_hash) == len(other.block_hash):
-                self.agree(f"hash of {index}", [one.block_hash, other.block_hash])
-        for request in self.running:
-            self.agree(
-                "table", [(t.blocks, t.num_tokens, t.num_computed_tokens) for t in request.tables]
-            )
-        self.seen["duplicates"] += self.has_duplicates()
+        request = self.rng.choice(computed)
+        num_tokens = self.rng.randint(1, request.table.num_computed_tokens)
+        pins = [
+            cache.reserve(table, num_tokens)
+            for cache, table in zip(self.caches, request.tables, strict=True)
+        ]
+        agree("reserve", [(pin.num_tokens, pin.blocks, pin.group) for pin in pins])
+        tokens = request.tokens[: pins[0].num_tokens]
+        self.pinned.append(Request(tokens, request.namespace, request.group, [], [], pins))
+        self.prompts.append(tokens)
+        self.seen["pins"] += 1
 
-    def has_duplicates(self) -> bool:
-        hashes = [self.caches[1].block(i).block_hash for i in range(self.setting.num_blocks)]
-        cached = [one for one in hashes if one]
-        return len(set(cached)) < len(cached)
+    def release(self) -> None:
+        if self.pinned:
+            pinned = self.pinned.pop(self.rng.randrange(len(self.pinned)))
+            for world, pin in zip(self.worlds, pinned.tables, strict=True):
+                world.cache.release(pin)
+                world.released = pin
 
-    # -------------------------------------------------------------------------------------- shadow
+    def misuse(self) -> None:
+        if not self.running:
+            return
+        for i, world in enumerate(self.worlds):
+            world.running = [(request.tables[i], request.seqs[i]) for request in self.running]
+        misuse, seed = self.rng.choice(MISUSES), self.rng.random()
+        self.refused(lambda i: misuse(self.worlds[i], random.Random(seed)), misuse.__name__)
+        for world in self.worlds:
+            world.running = []  # or a dropped table would live on
+        self.seen["misuses"] += 1
 
-    def slots(self, request: Request, start: int, stop: int) -> Iterator[tuple[int, Any]]:
-        """Slot of each position in [start, stop) of a request, and what it must hold."""
-        size, blocks = self.setting.block_size, request.tables[0].blocks
-        for position in range(start, stop):
-            slot = blocks[position // size] * size + position % size
-            yield slot, request.content(position, size)
-
-    def write(self, request: Request, stop: int) -> None:
-        if self.shadow is not None:
-            for slot, content in self.slots(request, request.tables[0].num_computed_tokens, stop):
-                self.shadow[slot] = content
-
-    def check_held(self, request: Request, stop: int) -> None:
-        if self.shadow is not None:
-            for slot, content in self.slots(request, 0, stop):
-                if self.shadow[slot] != content:
-                    raise Divergence(f"slot {slot} holds {self.shadow[slot]}, not {content}")
-
-    def check_hit(self, request: Request) -> None:
-        hit = request.hits[0].num_tokens
-        if self.shadow is not None and hit >= len(request.tokens):
-            raise Divergence("the hit leaves nothing to compute, so there are no logits")
-        self.check_held(request, hit)
+    def refused(self, call: Callable[[int], object], what: str) -> None:
+        """It must raise, and nothing that can be seen may change."""
+        for i in range(len(self.caches)):
+            before = self.watch.visible(i, self.running)
+            try:
+                call(i)
+            except CacheError:
+                pass
+            else:
+                raise Divergence(f"{what} is not refused")
+            if self.watch.visible(i, self.running) != before:
+                raise Divergence(f"{what} is refused, but leaves a trace")

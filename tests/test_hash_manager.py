@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from managers import MAKERS, Make, admit, fill, found, shape, state
+from managers import HASH, Make, admit, fill, found, shape, state
 from prefixkv.cache import make_cache
 
 
-@pytest.fixture(params=MAKERS)
+@pytest.fixture(params=HASH)
 def make(request: pytest.FixtureRequest) -> Make:
-    return MAKERS[request.param]
+    return HASH[request.param]
 
 
 # ------------------------------------------------------------------------------------------- order
@@ -172,7 +172,7 @@ def test_namespaces_do_not_find_each_other(make: Make) -> None:
 
 
 def test_a_colliding_hash_serves_nobody_elses_block() -> None:
-    cache = MAKERS["colliding"](num_blocks=8, block_size=2)
+    cache = HASH["colliding"](num_blocks=8, block_size=2)
     fill(cache, [1, 2, 3, 4])
     assert cache.block(0).block_hash == cache.block(1).block_hash
     assert found(cache, [1, 2, 3, 4, 5]) == [0, 1]

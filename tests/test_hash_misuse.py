@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from managers import MAKERS, Make, admit, fill, shape, state
+from managers import HASH, Make, admit, fill, shape, state
 from prefixkv.cache import make_cache
 from prefixkv.errors import CacheError, ConfigError, StaleHitError
 
 
-@pytest.fixture(params=MAKERS)
+@pytest.fixture(params=HASH)
 def make(request: pytest.FixtureRequest) -> Make:
-    return MAKERS[request.param]
+    return HASH[request.param]
 
 
 def test_a_hit_whose_block_was_evicted_is_stale(make: Make) -> None:
@@ -126,11 +126,11 @@ def test_misuse_raises_and_changes_nothing(make: Make, misuse: str) -> None:
     scene.cache.free(scene.table)
 
 
-@pytest.mark.parametrize("name", [name for name in MAKERS if name != "colliding"])
+@pytest.mark.parametrize("name", [name for name in HASH if name != "colliding"])
 @pytest.mark.parametrize("from_hit", [True, False])
 def test_a_table_is_not_committed_with_another_sequence(name: str, from_hit: bool) -> None:
     """Told by the hash of the last cached block, so not where hashes are made to collide."""
-    cache = MAKERS[name](num_blocks=8, block_size=4)
+    cache = HASH[name](num_blocks=8, block_size=4)
     earlier = fill(cache, range(8)) if from_hit else None
     seq = cache.sequence(range(9))
     table = admit(cache, seq, 12)
