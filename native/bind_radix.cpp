@@ -36,7 +36,7 @@ void bind_radix(nb::module_& m) {
                    "Tokens found; a multiple of the page size.")
       .def_prop_ro("slots", [](const PyMatch& self) {
              return to_array(std::vector<int32_t>(self.match.slots));
-           }, "Their slots in order, int32 [num_tokens].");
+           }, nb::rv_policy::move, "Their slots in order, int32 [num_tokens].");
 
   nb::class_<PyTree>(m, "RadixTree",
                      "Slots of tokens by the tokens before them, for engines that keep their own slots: the "
@@ -62,7 +62,7 @@ void bind_radix(nb::module_& m) {
       .def("unlock", [](PyTree& self, PyMatch& match) { self.tree->unlock(match.match); }, "match"_a,
            "Take one lock of the match back; CacheError when it has none.")
       .def("evict", [](PyTree& self, int64_t num_tokens) { return to_array(self.tree->evict(num_tokens)); },
-           "num_tokens"_a,
+           nb::rv_policy::move, "num_tokens"_a,
            "Evict whole leaves that are not locked, the least recently used first, until at least "
            "num_tokens tokens are gone or no leaf is left. Returns their slots, int32 [tokens].")
       .def("check", [](const PyTree& self) { self.tree->check(); },

@@ -55,7 +55,7 @@ int32_t RadixIndex::num_common(NodeId id, const Pages& pages, int64_t page) cons
 }
 
 RadixIndex::End RadixIndex::walk(NodeId from, const Pages& pages, std::vector<int32_t>& values) const {
-  End end{from};
+  End end{from, is_root(from) ? 0 : nodes_[from].num_pages};
   while (end.num_pages < pages.count) {
     const NodeId child = find_child(end.node, pages, end.num_pages);
     if (child == SlotTable::kNone) break;

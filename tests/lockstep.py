@@ -91,7 +91,7 @@ class LockStep:
         self.running: list[Request] = []
         self.pinned: list[Request] = []
         self.seen: Counter[str] = Counter()
-        self.watch = Watch(self.caches, shadow=shadow, hashes=hashes)
+        self.watch = Watch(self.caches, shadow=shadow, hashes=hashes, events=setting.events)
         self.shadow = self.watch.shadow
         self.operations: list[tuple[Callable[[], None], int]] = [
             (self.arrive, 6),

@@ -26,12 +26,13 @@ def agree(what: str, outcomes: list[Outcome]) -> None:
 class Watch:
     """Over `caches`, of which the first is under test and a second, if any, is right."""
 
-    def __init__(self, caches: list[Any], *, shadow: bool, hashes: bool) -> None:
+    def __init__(self, caches: list[Any], *, shadow: bool, hashes: bool, events: bool) -> None:
         self.caches = caches
         self.cache = caches[0]
         self.hashes = hashes
         self.shadow = Shadow(self.cache) if shadow else None
-        self.ledger = Ledger(self.cache.block_size) if shadow and hashes else None
+        follows = shadow and hashes and events
+        self.ledger = Ledger(self.cache.block_size) if follows else None
         self.hash_of: dict[Any, Any] = {}  # from each manager's to the other's
 
     def visible(self, i: int, running: list[Request]) -> Outcome:
