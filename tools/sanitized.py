@@ -1,8 +1,8 @@
-"""Run Python over a native core built with sanitizers: `tools/sanitized.py address,undefined -m pytest`.
+"""Run Python over a core built with sanitizers: ``sanitized.py address,undefined -m pytest``.
 
-The sanitized core is built into ``build/address-undefined``, beside an environment that has all that
-this one has, but takes ``prefixkv`` from there: Python files are links to ``src``. Child processes
-of a test run in that environment too. The first fault ends the process with a report.
+The core is built into ``build/address-undefined``, beside an environment that has all that this one
+has, but takes ``prefixkv`` from there: its Python files are links to ``src``. Child processes of a
+test run in that environment too. The first fault ends the process with a report.
 """
 
 import os
