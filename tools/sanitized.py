@@ -21,7 +21,7 @@ OPTIONS = {
     # looked for: with g++ 12 they lose the alignment of vectors (GCC bug 110027).
     "ASAN_OPTIONS": "detect_leaks=0:strict_string_checks=1",
     "UBSAN_OPTIONS": "print_stacktrace=1",
-    "TSAN_OPTIONS": f"halt_on_error=1:suppressions={ROOT / 'tools' / 'tsan.supp'}",
+    "TSAN_OPTIONS": "halt_on_error=1",
 }
 
 

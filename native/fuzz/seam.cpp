@@ -1,6 +1,9 @@
 #include "seam.h"
 
 #include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <numeric>
 
 namespace prefixkv::fuzz {
 namespace {
@@ -378,17 +381,32 @@ void Seam::drain(const Record&) { check_events(); }
 
 void Seam::run(const Record& record) {
   using Operation = void (Seam::*)(const Record&);
-  constexpr Operation operations[] = {
-      &Seam::make_text,     &Seam::make_text,   &Seam::append,    &Seam::append,      &Seam::fork_text,
-      &Seam::lookup,        &Seam::lookup,      &Seam::lookup,    &Seam::make_table,  &Seam::make_table,
-      &Seam::allocate,      &Seam::allocate,    &Seam::allocate,  &Seam::allocate,    &Seam::allocate,
-      &Seam::commit,        &Seam::commit,      &Seam::commit,    &Seam::admit,       &Seam::admit,
-      &Seam::admit,         &Seam::fork_table,  &Seam::fork_table, &Seam::free_table, &Seam::free_table,
-      &Seam::free_table,    &Seam::reserve,     &Seam::release,   &Seam::allocate_many,
-      &Seam::commit_many,   &Seam::reset,       &Seam::drain,     &Seam::block,
+  struct Entry {
+    const char* name;
+    int weight;
+    Operation operation;
   };
+  constexpr Entry entries[] = {
+      {"sequence", 2, &Seam::make_text},     {"append", 2, &Seam::append},
+      {"seq.fork", 1, &Seam::fork_text},     {"lookup", 3, &Seam::lookup},
+      {"table", 2, &Seam::make_table},       {"allocate", 5, &Seam::allocate},
+      {"commit", 3, &Seam::commit},          {"admit", 3, &Seam::admit},
+      {"fork", 2, &Seam::fork_table},        {"free", 3, &Seam::free_table},
+      {"reserve", 2, &Seam::reserve},        {"release", 1, &Seam::release},
+      {"allocate_many", 1, &Seam::allocate_many}, {"commit_many", 2, &Seam::commit_many},
+      {"reset", 1, &Seam::reset},            {"drain_events", 1, &Seam::drain},
+      {"block", 1, &Seam::block},
+  };
+  constexpr int kTotal = 35;
+  static_assert(std::accumulate(std::begin(entries), std::end(entries), 0,
+                                [](int sum, const Entry& it) { return sum + it.weight; }) == kTotal);
+  const Entry* entry = entries;
+  for (int at = record.op % kTotal; at >= entry->weight; ++entry) at -= entry->weight;
+  if (std::getenv("FUZZ_TRACE") != nullptr) {
+    std::fprintf(stderr, "%s %d %d %d\n", entry->name, record.a, record.b, record.c);
+  }
   ++counts_.operations;
-  (this->*operations[record.op % std::size(operations)])(record);
+  (this->*entry->operation)(record);
   check_everything();
 }
 
