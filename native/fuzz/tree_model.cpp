@@ -5,7 +5,10 @@
 namespace prefixkv::fuzz {
 
 PlainNode* PlainTree::root(size_t space) {
-  while (roots_.size() <= space) roots_.push_back(std::make_unique<PlainNode>());
+  while (roots_.size() <= space) {
+    roots_.push_back(std::make_unique<PlainNode>());
+    roots_.back()->created = ~uint64_t{0} - roots_.size();
+  }
   return roots_[space].get();
 }
 
@@ -80,10 +83,14 @@ std::vector<PlainNode*> PlainTree::nodes() const {
   return all;
 }
 
-bool PlainTree::has(const PlainNode* node) const {
-  const auto all = nodes();
-  const auto is_root = [node](const auto& root) { return root.get() == node; };
-  return std::count(all.begin(), all.end(), node) > 0 || std::any_of(roots_.begin(), roots_.end(), is_root);
+PlainNode* PlainTree::find(uint64_t created) const {
+  for (const auto& root : roots_) {
+    if (root->created == created) return root.get();
+  }
+  for (PlainNode* node : nodes()) {
+    if (node->created == created) return node;
+  }
+  return nullptr;
 }
 
 std::vector<int32_t> PlainTree::evict(int64_t num_tokens) {

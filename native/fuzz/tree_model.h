@@ -34,7 +34,8 @@ class PlainTree {
   size_t insert(size_t space, const std::vector<Token>& tokens, const std::vector<int32_t>& slots);
   void lock(PlainNode* node, int64_t more);
   std::vector<int32_t> evict(int64_t num_tokens);
-  bool has(const PlainNode* node) const;
+  // By the number of its creation; null if it was evicted. Roots count down from the largest.
+  PlainNode* find(uint64_t created) const;
 
   int64_t evictable_size() const { return size(false); }
   int64_t protected_size() const { return size(true); }
