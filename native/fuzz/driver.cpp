@@ -28,7 +28,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
 // What a target may tell when a run ends.
 extern "C" __attribute__((weak)) void fuzz_report();
 
-extern "C" const char* __asan_default_options() { return "abort_on_error=1"; }
+extern "C" const char* __asan_default_options() { return "abort_on_error=1:malloc_context_size=8"; }
 extern "C" const char* __ubsan_default_options() { return "abort_on_error=1:print_stacktrace=1"; }
 
 namespace {
@@ -37,6 +37,7 @@ using Input = std::vector<uint8_t>;
 
 constexpr size_t kMapSize = 1 << 16;
 constexpr unsigned kSecondsAnInput = 20;
+constexpr int64_t kFirst = 64;  // inputs that are no mutations
 
 // One process, one run: what follows is written by the hook that the compiler plants everywhere, and
 // read by a signal handler.
@@ -205,7 +206,8 @@ class Fuzzer {
     };
     double next_line = 1;
     while (executions_ < options_.runs && elapsed() < options_.seconds) {
-      const Input input = options_.blind ? mutator_.random_input() : mutated();
+      const bool fresh = options_.blind || executions_ < kFirst || mutator_.below(16) == 0;
+      const Input input = fresh ? mutator_.random_input() : mutated();
       ++executions_;
       if (finds_something(input) && !options_.blind) add(input);
       if (elapsed() > next_line) {
@@ -251,6 +253,7 @@ class Fuzzer {
         const uint8_t bit = magnitude(edges[j]);
         if ((seen_[j] | bit) == seen_[j]) continue;
         num_edges_ += seen_[j] == 0;
+        num_features_ += static_cast<size_t>(std::popcount(static_cast<uint8_t>(bit & ~seen_[j])));
         seen_[j] |= bit;
         found = true;
       }
@@ -264,8 +267,8 @@ class Fuzzer {
   }
 
   void print(double seconds) const {
-    std::printf("%8.1f s  %9" PRId64 " executions  %6zu edges  %6zu in the corpus\n", seconds,
-                executions_, num_edges_, corpus_.size());
+    std::printf("%8.1f s  %9" PRId64 " executions  %5zu edges  %6zu features  %5zu in the corpus\n",
+                seconds, executions_, num_edges_, num_features_, corpus_.size());
     std::fflush(stdout);
   }
 
@@ -274,6 +277,7 @@ class Fuzzer {
   std::vector<Input> corpus_;
   std::array<uint8_t, kMapSize> seen_{};
   size_t num_edges_ = 0;
+  size_t num_features_ = 0;  // edges, told apart by how often they were taken
   int64_t executions_ = 0;
 };
 

@@ -11,6 +11,7 @@
 namespace prefixkv::fuzz {
 namespace {
 
+// One content has one length, as an image has: block hashes tell where it begins, not where it ends.
 struct Space {
   std::optional<std::string> cache_salt, lora;
   std::vector<Extra> extra;  // sorted
@@ -23,8 +24,8 @@ const Space& space_at(size_t index) {
       {{}, "a", {}},
       {{}, {}, {{1, 3, "one"}}},
       {{}, {}, {{1, 3, "two"}}},
-      {{}, {}, {{1, 9, "one"}, {6, 7, "two"}}},
-      {"a", "b", {{0, 1, "one"}, {2, 9, "two"}}},
+      {{}, {}, {{2, 4, "one"}, {6, 13, "long"}}},
+      {"a", "b", {{1, 3, "one"}, {3, 10, "long"}}},
   }};
   return spaces[index % kNumSpaces];
 }

@@ -149,7 +149,11 @@ void Seam::reserve(const Record& r) {
   const int64_t computed = from->num_computed_tokens;
   const int64_t num_tokens = number(r.b, computed > 0 ? 1 + r.b % computed : 1);
   const bool wrong = from->wrong || setting_.system == System::kOff || num_tokens < 1 || num_tokens > computed;
-  if (!wrong && pins_.size() == kMostPins) return;
+  if (!wrong && pins_.size() == kMostPins) {
+    const auto old = std::find_if(pins_.begin(), pins_.end(), [](const auto& pin) { return pin.released; });
+    if (old == pins_.end()) return;
+    pins_.erase(old);
+  }
   std::optional<Pin> pin;
   if (!attempt(wrong, "reserve", [&] { pin = manager_->reserve(*from->native, num_tokens); })) return;
   require(pin->num_tokens == (finds_blocks() ? whole(num_tokens) : num_tokens),
@@ -164,11 +168,7 @@ void Seam::reserve(const Record& r) {
 void Seam::release(const Record& r) {
   if (pins_.empty()) return;
   PinModel& pin = pins_[r.a % pins_.size()];
-  if (attempt(pin.released, "release", [&] { manager_->release(pin.native); })) {
-    pin.released = true;
-  } else {
-    pins_.erase(pins_.begin() + r.a % static_cast<ptrdiff_t>(pins_.size()));
-  }
+  if (attempt(pin.released, "release", [&] { manager_->release(pin.native); })) pin.released = true;
 }
 
 // ------------------------------------------------------------------------------------- the others
@@ -193,6 +193,22 @@ void Seam::block(const Record& r) {
 
 void Seam::drain(const Record&) { check_events(); }
 
+// Many calls of which most are wrong.
+void Seam::misuse(const Record& r) {
+  using Operation = void (Seam::*)(const Record&);
+  constexpr Operation operations[] = {&Seam::lookup, &Seam::make_table, &Seam::allocate, &Seam::commit,
+                                      &Seam::fork_table, &Seam::free_table, &Seam::reserve, &Seam::release,
+                                      &Seam::allocate_many, &Seam::commit_many, &Seam::block};
+  uint64_t state = mix(mix(r.a, r.b), r.c);
+  for (int i = 0; i < 8; ++i) {
+    state = mix(state, i);
+    Record sub{0, static_cast<uint8_t>(state), static_cast<uint8_t>(state >> 8), static_cast<uint8_t>(state >> 16)};
+    (i % 2 == 0 ? sub.a : state >> 24 & 1 ? sub.b : sub.c) |= 0xf0;
+    ++counts_.operations;
+    (this->*operations[(state >> 32) % std::size(operations)])(sub);
+  }
+}
+
 void Seam::run(const Record& record) {
   using Operation = void (Seam::*)(const Record&);
   struct Entry {
@@ -210,8 +226,9 @@ void Seam::run(const Record& record) {
       {"allocate_many", 1, &Seam::allocate_many}, {"commit_many", 2, &Seam::commit_many},
       {"reset", 1, &Seam::reset},            {"drain_events", 1, &Seam::drain},
       {"block", 1, &Seam::block},
+      {"misuse", 3, &Seam::misuse},
   };
-  constexpr int kTotal = 35;
+  constexpr int kTotal = 38;
   static_assert(std::accumulate(std::begin(entries), std::end(entries), 0,
                                 [](int sum, const Entry& it) { return sum + it.weight; }) == kTotal);
   const Entry* entry = entries;

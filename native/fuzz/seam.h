@@ -88,6 +88,7 @@ class Seam {
   void reset(const Record& r);
   void drain(const Record& r);
   void block(const Record& r);
+  void misuse(const Record& r);
 
   // ---- choice of what an operation is done to; now and then something wrong ----
   std::shared_ptr<Text> text(uint8_t byte);
