@@ -53,11 +53,11 @@ UNSANITIZED := $(addprefix --deselect tests/, \
 
 ASAN_TESTS ?= tests
 asan: $(STAMPS)/deps
-	$(SANITIZED) address,undefined -m pytest -p no:faulthandler $(ASAN_TESTS) $(UNSANITIZED)
+	$(SANITIZED) address,undefined -m pytest -p no:faulthandler --capture=sys $(ASAN_TESTS) $(UNSANITIZED)
 
 TSAN_TESTS ?= tests/test_threads.py tests/test_thread_pool.py
 tsan: $(STAMPS)/deps
-	$(SANITIZED) thread -m pytest -p no:faulthandler $(TSAN_TESTS) $(UNSANITIZED)
+	$(SANITIZED) thread -m pytest -p no:faulthandler --capture=sys $(TSAN_TESTS) $(UNSANITIZED)
 
 FUZZ_SECONDS ?= 60
 fuzz: $(STAMPS)/deps

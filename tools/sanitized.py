@@ -82,9 +82,18 @@ def main(sanitizers: str, *arguments: str) -> int:
     packages = directory / "packages"
     stage(build(sanitizers, directory), packages)
     python = environment(directory / "venv", packages)
-    variables = {**os.environ, **OPTIONS, "LD_PRELOAD": ":".join(libraries(sanitizers))}
+    # In files, so that those of child processes are seen too; only UBSan prints its own always.
+    reports = directory / "reports"
+    shutil.rmtree(reports, ignore_errors=True)
+    reports.mkdir()
+    options = {name: f"{value}:log_path={reports}/report" for name, value in OPTIONS.items()}
+    variables = {**os.environ, **options, "LD_PRELOAD": ":".join(libraries(sanitizers))}
     variables.pop("PYTHONPATH", None)
-    return subprocess.run([python, *arguments], env=variables, cwd=ROOT, check=False).returncode
+    done = subprocess.run([python, *arguments], env=variables, cwd=ROOT, check=False)
+    found = sorted(reports.iterdir())
+    for report in found:
+        print(report.read_text(errors="replace"), file=sys.stderr)
+    return 1 if found else done.returncode
 
 
 if __name__ == "__main__":
