@@ -64,6 +64,7 @@ fuzz: $(STAMPS)/deps
 	$(BIN)/cmake -S native/fuzz -B build/fuzz -G Ninja -DCMAKE_MAKE_PROGRAM="$(abspath $(BIN))/ninja"
 	$(BIN)/cmake --build build/fuzz
 	build/fuzz/fuzz_seam --seconds $(FUZZ_SECONDS) --artifacts build/fuzz
+	build/fuzz/fuzz_tree --seconds $(FUZZ_SECONDS) --artifacts build/fuzz
 
 check: install
 	$(BIN)/ruff check .
