@@ -8,7 +8,7 @@ NATIVE := $(wildcard native/*.cpp native/*.h native/third_party/*.h) CMakeLists.
 
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install demo test test-full check fix bench clean stubs
+.PHONY: install demo test test-full wheel-test asan tsan fuzz check fix bench clean stubs
 
 install: $(STAMPS)/native
 
@@ -40,6 +40,31 @@ test: install
 
 test-full: install
 	$(BIN)/python -m pytest --full
+
+# The library in an environment that has NumPy alone.
+wheel-test: install
+	$(BIN)/python -m pytest --full tests/test_wheel.py
+
+# What limits memory says nothing about a build that keeps freed memory to watch it.
+SANITIZED := $(BIN)/python tools/sanitized.py
+UNSANITIZED := $(addprefix --deselect tests/, \
+	test_hash_misuse.py::test_owners_of_freed_tables_take_no_memory \
+	test_thread_pool.py::test_threads_that_the_system_refuses_are_an_error_and_no_abort)
+
+ASAN_TESTS ?= tests
+asan: $(STAMPS)/deps
+	$(SANITIZED) address,undefined -m pytest -p no:faulthandler --capture=sys $(ASAN_TESTS) $(UNSANITIZED)
+
+TSAN_TESTS ?= tests/test_threads.py tests/test_thread_pool.py
+tsan: $(STAMPS)/deps
+	$(SANITIZED) thread -m pytest -p no:faulthandler --capture=sys $(TSAN_TESTS) $(UNSANITIZED)
+
+FUZZ_SECONDS ?= 60
+fuzz: $(STAMPS)/deps
+	$(BIN)/cmake -S native/fuzz -B build/fuzz -G Ninja -DCMAKE_MAKE_PROGRAM="$(abspath $(BIN))/ninja"
+	$(BIN)/cmake --build build/fuzz
+	build/fuzz/fuzz_seam --seconds $(FUZZ_SECONDS) --artifacts build/fuzz
+	build/fuzz/fuzz_tree --seconds $(FUZZ_SECONDS) --artifacts build/fuzz
 
 check: install
 	$(BIN)/ruff check .
