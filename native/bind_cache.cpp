@@ -4,8 +4,8 @@
 
 #include "bind.h"
 #include "bind_types.h"
+#include "checks.h"
 #include "errors.h"
-#include "limits.h"
 #include "read_tokens.h"
 
 namespace nb = nanobind;

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
+#include "checks.h"
 #include "errors.h"
-#include "limits.h"
 
 namespace prefixkv {
 namespace {
@@ -267,6 +267,7 @@ void BlockManager::commit_many(const std::vector<BlockTable*>& tables,
                                const std::vector<Token>& token_ids) {
   check_as_many("tables", tables.size(), "seqs", seqs.size());
   check_as_many("tables", tables.size(), "token_ids", token_ids.size());
+  check_not_negative("token id", token_ids);
   ++last_call_;
   for (size_t i = 0; i < tables.size(); ++i) {
     check_live(*tables[i]);

@@ -4,8 +4,8 @@
 #include <cstring>
 #include <queue>
 
+#include "checks.h"
 #include "errors.h"
-#include "limits.h"
 
 namespace prefixkv {
 

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
+#include "checks.h"
 #include "errors.h"
-#include "limits.h"
 
 namespace prefixkv {
 namespace {

@@ -1,7 +1,7 @@
 #include "radix_tree.h"
 
+#include "checks.h"
 #include "errors.h"
-#include "limits.h"
 
 namespace prefixkv {
 namespace {
@@ -21,6 +21,7 @@ NodeId RadixTree::arrive(const RadixIndex::End& end) {
 int64_t RadixTree::insert(const std::vector<Token>& tokens, const std::vector<int32_t>& slots,
                           const std::optional<std::string>& space) {
   check_as_many("tokens", tokens.size(), "slots", slots.size());
+  check_not_negative("slot", slots);
   const Pages all = pages(tokens);
   std::vector<int32_t> known;
   const RadixIndex::End end = index_.walk(index_.root(name_of(space)), all, known);

@@ -17,6 +17,7 @@
 namespace prefixkv::fuzz {
 namespace {
 
+constexpr uint64_t kSeed = 1;
 constexpr size_t kMostMatches = 8, kMostPrompts = 12, kMostTokens = 48;
 
 struct TreeCounts {
@@ -37,7 +38,7 @@ std::optional<std::string> name_of(size_t space) {
 class TreeFuzz {
  public:
   TreeFuzz(int page_size, TreeCounts& counts)
-      : page_size_(page_size), counts_(counts), tree_(page_size), other_(page_size), plain_(page_size) {}
+      : page_size_(page_size), counts_(counts), tree_(page_size, kSeed), other_(page_size, kSeed), plain_(page_size) {}
 
   void run(const Record& r) {
     struct Entry {

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "errors.h"
 
@@ -26,6 +27,12 @@ inline void check_as_many(const char* name, size_t count, const char* other, siz
   if (count == others) return;
   throw CacheError("there are " + std::to_string(count) + " " + name + " and " + std::to_string(others) +
                    " " + other + "; one of each is needed");
+}
+
+inline void check_not_negative(const char* noun, const std::vector<int32_t>& values) {
+  for (const int32_t value : values) {
+    if (value < 0) throw CacheError(std::string(noun) + " " + text(value) + " is negative");
+  }
 }
 
 }  // namespace prefixkv
