@@ -19,7 +19,7 @@ class CacheManager(Protocol):
 
     A token's K/V depends on the tokens before it only, so sequences with equal leading tokens and
     namespace may share the blocks that hold it. A block is findable only after ``commit`` (in
-    ``paged`` only while reserved), a held block is never reused, and a refused call leaves no trace.
+    ``paged`` only while reserved), a held block is never reused, a refused call leaves no trace.
     Calls must come from one thread at a time; the GIL sees to that.
     """
 
@@ -61,13 +61,11 @@ class CacheManager(Protocol):
         """An empty block table; the owner's name is shown by ``block``."""
         ...
 
-    def allocate(
-        self, table: BlockTable, num_tokens: int, hit: Hit | None = None
-    ) -> Grant | None:
+    def allocate(self, table: BlockTable, num_tokens: int, hit: Hit | None = None) -> Grant | None:
         """Room for ``num_tokens`` in all, the hit's blocks first; None if there is not enough.
 
-        Shared blocks that tokens [num_computed_tokens, num_tokens) would be written to are replaced:
-        run ``grant.copies`` before the next write. Raises StaleHitError when a block of the hit was
+        Shared blocks that tokens [num_computed_tokens, num_tokens) would be written to are
+        replaced: run ``grant.copies`` before the next write. Raises StaleHitError when a block of the hit was
         evicted or its reservation released since the lookup.
         """
         ...
