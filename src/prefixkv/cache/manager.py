@@ -65,8 +65,8 @@ class CacheManager(Protocol):
         """Room for ``num_tokens`` in all, the hit's blocks first; None if there is not enough.
 
         Shared blocks that tokens [num_computed_tokens, num_tokens) would be written to are
-        replaced: run ``grant.copies`` before the next write. Raises StaleHitError when a block of the hit was
-        evicted or its reservation released since the lookup.
+        replaced: run ``grant.copies`` before the next write. Raises StaleHitError when a block of
+        the hit was evicted or its reservation released since the lookup.
         """
         ...
 
