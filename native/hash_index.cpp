@@ -21,10 +21,8 @@ HashIndex::HashIndex(int32_t num_blocks, std::shared_ptr<const Hasher> hasher)
 }
 
 bool HashIndex::equals(EntryId entry, const Content& content) const {
-  const uint64_t* digest = &digests_[static_cast<size_t>(entry) * digest_words_];
   if (entries_[entry].parent != content.parent) return false;
-  if (std::memcmp(digest, content.digest.word, 8 * digest_words_) != 0) return false;
-  if (hasher_->collision_resistant()) return true;
+  if (hasher_->collision_resistant()) return digest(entry) == content.digest;
   const size_t block_size = hasher_->block_size();
   if (std::memcmp(&tokens_[entry * block_size], content.tokens, block_size * sizeof(Token)) != 0) {
     return false;
@@ -40,7 +38,8 @@ EntryId HashIndex::find(const Content& content) const {
 
 Digest HashIndex::digest(EntryId entry) const {
   Digest digest;
-  std::memcpy(digest.word, &digests_[static_cast<size_t>(entry) * digest_words_], 8 * digest_words_);
+  const uint64_t* words = &digests_[static_cast<size_t>(entry) * digest_words_];
+  for (int i = 0; i < digest_words_; ++i) digest.word[i] = words[i];
   return digest;
 }
 
@@ -60,8 +59,8 @@ EntryId HashIndex::add(const Content& content) {
     unused_.pop_back();
   }
   entries_[entry] = Entry{content.parent, 0, -1, tag_of(content.digest)};
-  std::memcpy(&digests_[static_cast<size_t>(entry) * digest_words_], content.digest.word,
-              8 * digest_words_);
+  uint64_t* words = &digests_[static_cast<size_t>(entry) * digest_words_];
+  for (int i = 0; i < digest_words_; ++i) words[i] = content.digest.word[i];
   if (content.parent >= 0) ++entries_[content.parent].num_children;
   if (!hasher_->collision_resistant()) {
     const size_t block_size = hasher_->block_size(), at = entry * block_size;

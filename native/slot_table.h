@@ -1,7 +1,7 @@
 // From a 32-bit tag to small numbers: the hash table under the indexes.
 #pragma once
 
-#include <algorithm>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -14,7 +14,8 @@ class SlotTable {
  public:
   static constexpr int32_t kNone = INT32_MIN;
 
-  explicit SlotTable(size_t expected) : slots_(std::max<size_t>(2 * expected, 8)) {}
+  explicit SlotTable(size_t expected)
+      : slots_(std::bit_ceil(2 * expected + 2)), mask_(slots_.size() - 1) {}
 
   size_t size() const { return size_; }
   void prefetch(uint32_t tag) const { __builtin_prefetch(&slots_[home(tag)]); }
@@ -54,26 +55,25 @@ class SlotTable {
     int32_t id = kNone;
   };
 
-  // Any number of slots will do, not only powers of two: the high bits of a product choose.
-  size_t home(uint32_t tag) const { return static_cast<size_t>(uint64_t{tag} * slots_.size() >> 32); }
-  size_t next(size_t slot) const { return slot + 1 == slots_.size() ? 0 : slot + 1; }
-  size_t distance(size_t from, size_t to) const {
-    return to >= from ? to - from : to + slots_.size() - from;
-  }
+  size_t home(uint32_t tag) const { return tag & mask_; }
+  size_t next(size_t slot) const { return (slot + 1) & mask_; }
+  size_t distance(size_t from, size_t to) const { return (to - from) & mask_; }
   void place(uint32_t tag, int32_t id) {
     size_t slot = home(tag);
     while (slots_[slot].id != kNone) slot = next(slot);
     slots_[slot] = Slot{tag, id};
   }
   void grow() {
-    std::vector<Slot> old(slots_.size() + slots_.size() / 2);
+    std::vector<Slot> old(2 * slots_.size());
     old.swap(slots_);
+    mask_ = slots_.size() - 1;
     for (const Slot& slot : old) {
       if (slot.id != kNone) place(slot.tag, slot.id);
     }
   }
 
-  std::vector<Slot> slots_;
+  std::vector<Slot> slots_;  // a power of two of them
+  size_t mask_;
   size_t size_ = 0;
 };
 
