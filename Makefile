@@ -48,7 +48,7 @@ wheel-test: install
 # What limits memory or time says nothing about a build that keeps freed memory to watch it.
 SANITIZED := $(BIN)/python tools/sanitized.py
 UNSANITIZED := $(addprefix --deselect tests/, \
-	test_memory.py \
+	test_memory.py test_reference.py \
 	test_hash_misuse.py::test_owners_of_freed_tables_take_no_memory \
 	test_radix_tree_random.py::test_an_eviction_costs_at_most_3_times_as_much_in_a_large_tree \
 	test_thread_pool.py::test_threads_that_the_system_refuses_are_an_error_and_no_abort)
