@@ -42,7 +42,7 @@ class Reservations:
             raise RequestError(f"reservation id {request_id!r} is in use", param="request_id")
         if self._prefix_cache == "off":
             raise RequestError(
-                "the prefix cache is off, so nothing can be reserved; choose a --prefix-cache"
+                "the prefix cache is off, so nothing can be reserved; choose another prefix_cache"
             )
         whole, block_size = self._prefix_cache != "paged", self._cache.block_size
         if whole and seq.num_tokens < block_size:
@@ -103,7 +103,7 @@ class Reservations:
                 f"{held} blocks would be reserved, which leaves {max(left, 0)} of "
                 f"{self._cache.num_blocks}, and the longest request needs {needed} "
                 f"({self._max_model_len} tokens); reserve less, give the pool more blocks or lower "
-                "--max-model-len",
+                "max_model_len",
                 code="no_room_for_reservation",
             )
 
