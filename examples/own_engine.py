@@ -1,0 +1,99 @@
+"""An engine of your own: plain transformers computes, prefixkv.cache shares the prefixes.
+
+    python examples/own_engine.py [hash|radix|paged]
+
+The K/V of all requests lies in blocks of one tensor. The cache says which of them a request reads
+and writes, what is in them already, and what to give up when there is no room.
+"""
+
+import sys
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+from prefixkv.cache import BlockTable, Sequence, make_cache
+from prefixkv.model.default_model import wheel_model_directory
+
+
+@dataclass
+class Request:
+    seq: Sequence
+    table: BlockTable
+    tokens: list[int]
+    num_cached_tokens: int
+
+
+class Engine:
+    def __init__(self, model: Any, system: str, num_blocks: int = 256, block_size: int = 16):
+        self.model, config = model, model.config
+        self.cache = make_cache(system, num_blocks=num_blocks, block_size=block_size)
+        head_size = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+        block = (block_size, config.num_key_value_heads, head_size)
+        self.kv = torch.zeros(config.num_hidden_layers, 2, num_blocks, *block, dtype=model.dtype)
+
+    def generate(self, prompts: list[list[int]], max_tokens: int) -> list[Request]:
+        """Greedy continuations of prompts, which run together as far as there is room."""
+        waiting, requests, running = deque(prompts), list[Request](), list[Request]()
+        while waiting or running:
+            while waiting and (request := self.admit(waiting[0], max_tokens)):
+                waiting.popleft()
+                requests.append(request)
+            running = [request for request in requests if request.table.blocks]
+            if waiting and not running:
+                raise MemoryError("a request needs more blocks than there are")
+            for request in running:
+                if len(request.tokens) < request.table.num_tokens:
+                    self.step(request)
+                else:
+                    self.cache.free(request.table)  # stays cached until its room is needed
+        return requests
+
+    def admit(self, prompt: list[int], max_tokens: int) -> Request | None:
+        """Start a request: room for all of it, and its prompt computed, or None for now."""
+        seq, table = self.cache.sequence(prompt), self.cache.table()
+        hit = self.cache.lookup(seq)
+        grant = self.cache.allocate(table, len(prompt) + max_tokens, hit)
+        if grant is None:
+            return None
+        for source, target in grant.copies:  # a block that is shared, and will be written
+            self.kv[:, :, target] = self.kv[:, :, source]
+        request = Request(seq, table, list(prompt), hit.num_tokens)
+        self.step(request)  # at once, so that the next one finds it
+        return request
+
+    @torch.inference_mode()
+    def step(self, request: Request) -> None:
+        """Compute the tokens that have no K/V yet; the likeliest next token follows."""
+        table, size, past = request.table, self.cache.block_size, DynamicCache()
+        start, stop = table.num_computed_tokens, len(request.tokens)
+        position = torch.arange(stop)
+        slots = torch.tensor(table.blocks)[position // size] * size + position % size
+        layers = self.kv.flatten(2, 3)  # [layer, key or value, slot, head, head size]
+        for layer, kv in enumerate(layers):
+            past.update(*kv[:, slots[:start]].transpose(1, 2)[:, None], layer)
+        logits = self.model(torch.tensor([request.tokens[start:]]), cache=past).logits
+        for kv, layer in zip(layers, past.layers, strict=True):
+            kv[0, slots[start:]] = layer.keys[0, :, start:].transpose(0, 1)
+            kv[1, slots[start:]] = layer.values[0, :, start:].transpose(0, 1)
+        self.cache.commit(table, request.seq, stop)  # written: from here on others may find it
+        request.tokens.append(int(logits[0, -1].argmax()))
+        request.seq.append(request.tokens[-1:])
+
+
+def main() -> None:
+    directory, system = wheel_model_directory(), (sys.argv[1:] or ["hash"])[0]
+    engine = Engine(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32), system)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    document = tokenizer.encode("The fox is red. The hen is white. The cat is black. " * 8)
+    if system == "paged":  # where only what is reserved is found
+        engine.cache.reserve(engine.admit(document, 1).table, len(document))
+    questions = [tokenizer.encode(f"The {animal} is") for animal in ("fox", "hen", "cat")]
+    for request in engine.generate([document + question for question in questions], 3):
+        print(request.num_cached_tokens, "tokens cached:", tokenizer.decode(request.tokens[-6:]))
+
+
+if __name__ == "__main__":
+    main()
