@@ -11,6 +11,7 @@ calling thread's CPU time. Compare figures of one run only.
 from __future__ import annotations
 
 import argparse
+import itertools
 import platform
 import statistics
 import subprocess
@@ -18,6 +19,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -105,9 +107,7 @@ def hit_rates(prompts: list[Tokens], pools: list[int], rounds: int) -> None:
     rows = []
     for pool in dict.fromkeys(fits):
         measures = {
-            f"{system} {block_size}": lambda system=system, block_size=block_size, pool=pool: (
-                replay(system, block_size, pool, prompts, known)
-            )
+            f"{system} {block_size}": partial(replay, system, block_size, pool, prompts, known)
             for system, block_size in sides
         }
         figures = medians(measures, rounds)
@@ -122,8 +122,8 @@ def hit_rates(prompts: list[Tokens], pools: list[int], rounds: int) -> None:
             for name, (hit, each) in figures.items()
         ]
     title = (
-        f"Hit rate in the same pool: {len(prompts):,} prompts of {sum(map(len, prompts)):,} tokens, "
-        f"{IN_FLIGHT} in flight; paged has the common prefix of {len(known):,} tokens reserved"
+        f"Hit rate in the same pool: {len(prompts):,} prompts of {sum(map(len, prompts)):,} "
+        f"tokens, {IN_FLIGHT} in flight; paged has {len(known):,} common tokens reserved"
     )
     show(title, ("pool, tokens", "system", "block", "hit", "µs a request", "of off"), rows)
 
@@ -156,7 +156,7 @@ def request_costs(length: int, rounds: int, scale: float) -> None:
         cache = make_cache(system, num_blocks=count * length // 16)
         return [serve(cache, first), serve(cache, first), serve(cache, second)]
 
-    figures = medians({system: lambda system=system: measure(system) for system in SYSTEMS}, rounds)
+    figures = medians({system: partial(measure, system) for system in SYSTEMS}, rounds)
     rows = [(system, *(f"{each:.2f}" for each in figures[system])) for system in SYSTEMS]
     header = ("system", "never seen", "all cached", "never seen, full pool")
     show(
@@ -188,7 +188,7 @@ def decode_costs(batch: int, rounds: int, steps: int) -> None:
                 cache.commit(table, seq, length)
         return [1e6 * many / steps, 1e6 * (spent() - start) / steps]
 
-    figures = medians({system: lambda system=system: measure(system) for system in SYSTEMS}, rounds)
+    figures = medians({system: partial(measure, system) for system in SYSTEMS}, rounds)
     rows = [
         (s, f"{many:.1f}", f"{each:.1f}", f"{each / many:.1f}x")
         for s, (many, each) in figures.items()
@@ -199,29 +199,23 @@ def decode_costs(batch: int, rounds: int, steps: int) -> None:
 
 def eviction_costs(rounds: int, sizes: Sequence[int]) -> None:
     """Each prompt of 64 tokens is a leaf of its own and, in a full pool, evicts another."""
-    leaves = {size: random_prompts(size, 64, 4) for size in sizes}
-    new = random_prompts(min(sizes) // 2, 64, 5)
+    systems = ("hash", "radix")
     full = {}
-    for system in ("hash", "radix"):
-        for size in sizes:
+    for size in sizes:
+        prompts = random_prompts(size, 64, 4)
+        for system in systems:
             full[system, size] = make_cache(system, num_blocks=4 * size)
-            serve(full[system, size], leaves[size])
+            serve(full[system, size], prompts)
+    seeds = itertools.count(5)
 
     def measure(system: str) -> list[float]:
-        times = []
-        for size in sizes:
-            times.append(serve(full[system, size], new))
-            serve(
-                full[system, size], leaves[size][: 2 * len(new)]
-            )  # drives the new ones towards the end
-        return times
+        new = random_prompts(1000, 64, next(seeds))
+        return [serve(full[system, size], new) for size in sizes]
 
-    figures = medians(
-        {system: lambda system=system: measure(system) for system in ("hash", "radix")}, rounds
-    )
+    figures = medians({system: partial(measure, system) for system in systems}, rounds)
     rows = [
-        (s, *(f"{t:.2f}" for t in times), f"{times[-1] / times[0]:.1f}x")
-        for s, times in figures.items()
+        (system, *(f"{each:.2f}" for each in times), f"{times[-1] / times[0]:.1f}x")
+        for system, times in figures.items()
     ]
     header = ("system", *(f"{size:,} prompts cached" for size in sizes), "ratio")
     show("µs a request of 64 new tokens that evicts 4 blocks, block 16", header, rows)
@@ -314,7 +308,7 @@ def memory(num_blocks: int) -> None:
             cells.append(f"{float(done.stdout):.0f}")
         rows.append((system, *cells))
     show(
-        f"Bytes a block: {num_blocks:,} blocks, each used twice, prompts of 1,024 tokens that share nothing",
+        f"Bytes a block: {num_blocks:,} blocks, each used twice, prompts that share nothing",
         ("system", *(f"block {size}" for size in sizes)),
         rows,
     )
