@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -49,7 +49,9 @@ def show(title: str, header: Row, rows: Sequence[Row]) -> None:
         )
 
 
-def medians(measures: dict[str, Callable[[], list[float]]], rounds: int) -> dict[str, list[float]]:
+def medians(
+    measures: Mapping[str, Callable[[], list[float]]], rounds: int
+) -> dict[str, list[float]]:
     """Each measure once a round, in turn; for each its medians."""
     taken: dict[str, list[list[float]]] = {name: [] for name in measures}
     for _ in range(rounds):
