@@ -19,12 +19,6 @@ struct PyTree {
   explicit PyTree(int64_t page_size) : tree(std::make_shared<RadixTree>(page_size, random_seed())) {}
 };
 
-std::vector<int32_t> numbers(nb::handle source, const char* noun) {
-  std::vector<int32_t> read;
-  read_tokens(source, read, noun);
-  return read;
-}
-
 }  // namespace
 
 void bind_radix(nb::module_& m) {
@@ -45,15 +39,16 @@ void bind_radix(nb::module_& m) {
            "page_size: tokens a page, 1 to 1024 (else ConfigError).")
       .def("insert", [](PyTree& self, nb::handle tokens, nb::handle slots,
                         const std::optional<std::string>& space) {
-             const std::vector<int32_t> ids = numbers(tokens, "token id");
-             return self.tree->insert(ids, numbers(slots, "slot"), space);
+             const TokenView ids(tokens, "token id");
+             const TokenView own(slots, "slot");
+             return self.tree->insert(*ids, *own, space);
            }, "tokens"_a, "slots"_a, "namespace"_a = nb::none(),
            "Store the slots of tokens, one of 0 to 2^31 - 1 for each (else CacheError). Returns how many "
            "leading tokens were there already: those keep the slots that the tree has. Tokens short of a "
            "page at the end are ignored.")
       .def("match", [](PyTree& self, nb::handle tokens, const std::optional<std::string>& space) {
-             const std::vector<int32_t> ids = numbers(tokens, "token id");
-             return PyMatch{self.tree, self.tree->match(ids, space)};
+             const TokenView ids(tokens, "token id");
+             return PyMatch{self.tree, self.tree->match(*ids, space)};
            }, "tokens"_a, "namespace"_a = nb::none(),
            "The longest stored prefix of the tokens; what is on the way becomes the most recently used.")
       .def("lock", [](PyTree& self, PyMatch& match) { self.tree->lock(match.match); }, "match"_a,

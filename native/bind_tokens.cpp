@@ -1,5 +1,6 @@
 #include <Python.h>
 
+#include <algorithm>
 #include <limits>
 #include <string>
 #include <type_traits>
@@ -52,6 +53,21 @@ class Reader {
     read_items(items.ptr());
   }
 
+  // All values of a buffer, checked.
+  template <typename T>
+  std::pair<const T*, Py_ssize_t> values(const Py_buffer& view) const {
+    const T* from = static_cast<const T*>(view.buf);
+    const Py_ssize_t count = view.len / static_cast<Py_ssize_t>(sizeof(T));
+    using Unsigned = std::make_unsigned_t<T>;
+    constexpr uint64_t most = std::min<uint64_t>(kMost, std::numeric_limits<T>::max());
+    Unsigned bits = 0;  // a value is out of range iff it has a bit beyond those of `most`
+    for (Py_ssize_t i = 0; i < count; ++i) bits |= static_cast<Unsigned>(from[i]);
+    for (Py_ssize_t i = 0; bits > most; ++i) {
+      if (static_cast<Unsigned>(from[i]) > most) refuse_item(std::to_string(from[i]), i, kOutOfRange);
+    }
+    return {from, count};
+  }
+
  private:
   [[noreturn]] void refuse(const std::string& why) const { throw CacheError(noun_ + "s " + why); }
   [[noreturn]] void refuse_item(const std::string& value, Py_ssize_t at, const char* why) const {
@@ -100,30 +116,13 @@ class Reader {
 
   template <typename T>
   void read_values(const Py_buffer& view) {
-    const T* from = static_cast<const T*>(view.buf);
-    const Py_ssize_t count = view.len / static_cast<Py_ssize_t>(sizeof(T));
-    const size_t before = out_.size();
-    out_.resize(before + static_cast<size_t>(count));
-    Token* to = out_.data() + before;
-    const auto refuse_range = [&](Py_ssize_t i) {
-      out_.resize(before);
-      refuse_item(std::to_string(from[i]), i, kOutOfRange);
-    };
-    for (Py_ssize_t i = 0; i < count; ++i) {
-      if constexpr (sizeof(T) >= sizeof(Token)) {
-        if (from[i] < 0 || static_cast<uint64_t>(from[i]) > static_cast<uint64_t>(kMost)) {
-          refuse_range(i);
-        }
-      } else if constexpr (std::is_signed_v<T>) {
-        if (from[i] < 0) refuse_range(i);
-      }
-      to[i] = static_cast<Token>(from[i]);
-    }
+    const auto [from, count] = values<T>(view);
+    out_.insert(out_.end(), from, from + count);
   }
 
-  void read_buffer(const Py_buffer& view) {
-    const char* format = view.format == nullptr ? "B" : view.format;
-    if (*format == '@' || *format == '=' || *format == '<') ++format;
+  void read_buffer(const Buffer& buffer) {
+    const Py_buffer& view = *buffer;
+    const char* format = buffer.format();
     if (view.ndim != 1) refuse("have " + std::to_string(view.ndim) + " dimensions; one is needed");
     switch (format[1] == '\0' ? format[0] : '?') {
       case 'b': return read_values<int8_t>(view);
@@ -141,20 +140,11 @@ class Reader {
     }
   }
 
-  // False if the object has no contiguous buffer; strided ones are read item by item.
+  // False if it has no buffer in one piece; those in strides are read item by item.
   bool read_if_buffer(PyObject* object) {
-    if (!PyObject_CheckBuffer(object)) return false;
-    Py_buffer view;
-    if (PyObject_GetBuffer(object, &view, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS) != 0) {
-      PyErr_Clear();
-      return false;
-    }
-    struct Release {
-      Py_buffer* view;
-      ~Release() { PyBuffer_Release(view); }
-    } release{&view};
-    read_buffer(view);
-    return true;
+    const Buffer buffer(object);
+    if (buffer) read_buffer(buffer);
+    return static_cast<bool>(buffer);
   }
 
   std::vector<Token>& out_;
@@ -165,6 +155,27 @@ class Reader {
 
 void read_tokens(nb::handle source, std::vector<Token>& out, const char* noun) {
   Reader(out, noun).read(source);
+}
+
+Buffer::Buffer(PyObject* object) {
+  if (!PyObject_CheckBuffer(object)) return;
+  if (PyObject_GetBuffer(object, &view_, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS) != 0) PyErr_Clear();
+}
+
+const char* Buffer::format() const {
+  const char* format = view_.format == nullptr ? "B" : view_.format;
+  return format + (*format == '@' || *format == '=' || *format == '<');
+}
+
+TokenView::TokenView(nb::handle source, const char* noun) : buffer_(source.ptr()) {
+  Reader reader(copied_, noun);
+  if (buffer_ && (*buffer_).ndim == 1 && std::string("i") == buffer_.format()) {
+    const auto [from, count] = reader.values<Token>(*buffer_);
+    tokens_ = {from, static_cast<size_t>(count)};
+  } else {
+    reader.read(source);
+    tokens_ = copied_;
+  }
 }
 
 }  // namespace prefixkv

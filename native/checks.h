@@ -2,8 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
-#include <vector>
 
 #include "errors.h"
 
@@ -29,10 +29,10 @@ inline void check_as_many(const char* name, size_t count, const char* other, siz
                    " " + other + "; one of each is needed");
 }
 
-inline void check_not_negative(const char* noun, const std::vector<int32_t>& values) {
-  for (const int32_t value : values) {
-    if (value < 0) throw CacheError(std::string(noun) + " " + text(value) + " is negative");
-  }
+inline void check_not_negative(const char* noun, std::span<const int32_t> values) {
+  int32_t all = 0;
+  for (const int32_t value : values) all |= value;
+  if (all < 0) throw CacheError(std::string("a ") + noun + " is negative");
 }
 
 }  // namespace prefixkv

@@ -59,8 +59,8 @@ class RadixIndex {
     int32_t into = 0;
     int64_t num_pages = 0;  // walked
   };
-  // The longest run of the pages below `from`; changes nothing. Appends the values of that run.
-  End walk(NodeId from, const Pages& pages, std::vector<int32_t>& values) const;
+  // The longest run of the pages below `from`; changes nothing. Appends the values of that run, if asked.
+  End walk(NodeId from, const Pages& pages, std::vector<int32_t>* values) const;
   // Makes what a walk went through, and all above, as recent as nothing else.
   void touch(NodeId node);
   bool ends_inside(const End& end) const {

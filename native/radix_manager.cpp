@@ -23,7 +23,7 @@ std::string space_of(const Sequence& seq, int group) {
 
 RadixIndex::End RadixManager::walk(const Hit& hit, int64_t num_blocks,
                                    std::vector<BlockId>& blocks) const {
-  return tree_.walk(tree_.root(space_of(*hit.seq, hit.group)), pages(*hit.seq, 0, num_blocks), blocks);
+  return tree_.walk(tree_.root(space_of(*hit.seq, hit.group)), pages(*hit.seq, 0, num_blocks), &blocks);
 }
 
 void RadixManager::find(Hit& hit) const {
@@ -92,7 +92,7 @@ void RadixManager::publish(BlockTable& table, int64_t first, int64_t stop) {
   const std::string space = space_of(seq, table.group);
   const NodeId before = table.node == kNone ? tree_.root(space) : table.node;
   std::vector<BlockId> known;
-  const RadixIndex::End found = tree_.walk(before, pages(seq, first, stop), known);
+  const RadixIndex::End found = tree_.walk(before, pages(seq, first, stop), &known);
   NodeId end = arrive(found);
   const int64_t first_new = first + found.num_pages;
   const std::vector<BlockId> own(table.blocks.begin() + first, table.blocks.begin() + first_new);

@@ -18,13 +18,12 @@ NodeId RadixTree::arrive(const RadixIndex::End& end) {
   return index_.ends_inside(end) ? index_.split(end.node, end.into) : end.node;
 }
 
-int64_t RadixTree::insert(const std::vector<Token>& tokens, const std::vector<int32_t>& slots,
+int64_t RadixTree::insert(std::span<const Token> tokens, std::span<const int32_t> slots,
                           const std::optional<std::string>& space) {
   check_as_many("tokens", tokens.size(), "slots", slots.size());
   check_not_negative("slot", slots);
   const Pages all = pages(tokens);
-  std::vector<int32_t> known;
-  const RadixIndex::End end = index_.walk(index_.root(name_of(space)), all, known);
+  const RadixIndex::End end = index_.walk(index_.root(name_of(space)), all, nullptr);
   const NodeId node = arrive(end);
   const int64_t at = end.num_pages * page_size();
   if (end.num_pages < all.count) {
@@ -33,9 +32,9 @@ int64_t RadixTree::insert(const std::vector<Token>& tokens, const std::vector<in
   return at;
 }
 
-Match RadixTree::match(const std::vector<Token>& tokens, const std::optional<std::string>& space) {
+Match RadixTree::match(std::span<const Token> tokens, const std::optional<std::string>& space) {
   std::vector<int32_t> slots;
-  const NodeId node = arrive(index_.walk(index_.root(name_of(space)), pages(tokens), slots));
+  const NodeId node = arrive(index_.walk(index_.root(name_of(space)), pages(tokens), &slots));
   return {this, node, RadixIndex::is_root(node) ? 0 : index_.created(node), std::move(slots)};
 }
 

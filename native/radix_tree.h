@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -34,9 +35,9 @@ class RadixTree {
   int64_t num_visited() const { return index_.num_visited(); }
 
   // Tokens that were there already; they keep the slots that they have.
-  int64_t insert(const std::vector<Token>& tokens, const std::vector<int32_t>& slots,
+  int64_t insert(std::span<const Token> tokens, std::span<const int32_t> slots,
                  const std::optional<std::string>& space);
-  Match match(const std::vector<Token>& tokens, const std::optional<std::string>& space);
+  Match match(std::span<const Token> tokens, const std::optional<std::string>& space);
   void lock(Match& match);
   void unlock(Match& match);
   // Slots that are free now: at least so many, if that much can be evicted.
@@ -44,7 +45,7 @@ class RadixTree {
   void check() const { index_.check(); }
 
  private:
-  Pages pages(const std::vector<Token>& tokens) const {
+  Pages pages(std::span<const Token> tokens) const {
     return {tokens.data(), static_cast<int64_t>(tokens.size()) / page_size()};
   }
   NodeId arrive(const RadixIndex::End& end);

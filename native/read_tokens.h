@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include <span>
 #include <vector>
 
 #include "hash.h"
@@ -13,5 +14,37 @@ namespace prefixkv {
 // torch tensor of one dimension. Throws CacheError naming the first that is not a whole number from
 // 0 to 2^31 - 1, and `out` is as before then. `noun` is what an error calls one of them.
 void read_tokens(nanobind::handle source, std::vector<Token>& out, const char* noun = "token id");
+
+// The memory of a Python object in one piece, held while this lives.
+class Buffer {
+ public:
+  // It has none if the object's memory is not in one piece.
+  explicit Buffer(PyObject* object);
+  ~Buffer() {
+    if (view_.obj != nullptr) PyBuffer_Release(&view_);
+  }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+
+  explicit operator bool() const { return view_.obj != nullptr; }
+  const Py_buffer& operator*() const { return view_; }
+  // As the struct module writes it, without the mark of the byte order.
+  const char* format() const;
+
+ private:
+  Py_buffer view_ = {};
+};
+
+// The same to look at, copied only if they are not int32 in one piece already.
+class TokenView {
+ public:
+  TokenView(nanobind::handle source, const char* noun);
+  std::span<const Token> operator*() const { return tokens_; }
+
+ private:
+  Buffer buffer_;
+  std::vector<Token> copied_;
+  std::span<const Token> tokens_;
+};
 
 }  // namespace prefixkv

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from prefixkv.config import EngineOptions
 from prefixkv.engine.engine import Engine
+from prefixkv.engine.reservations import reservation_of
 from prefixkv.engine.scheduler import Step
-from prefixkv.request import RequestOutput, SamplingParams
+from prefixkv.request import RequestOutput, Reservation, SamplingParams
 
 
 @dataclass
@@ -54,6 +55,7 @@ class Bench:
 
     def serve(self, asks: Sequence[Ask]) -> list[Answer]:
         """Run requests to their ends, each from the step at which it arrives; all blocks return."""
+        free = self.engine.cache.num_free_blocks
         engine, answers, waiting = self.engine, [], sorted(enumerate(asks), key=lambda it: it[1].at)
         by_index: dict[int, Answer] = {}
         step = 0
@@ -64,7 +66,7 @@ class Bench:
             self.step()
             step += 1
         answers = [by_index[index] for index in range(len(asks))]
-        assert engine.cache.num_free_blocks == engine.cache.num_blocks
+        assert engine.cache.num_free_blocks == free
         engine.cache.check()
         return answers
 
@@ -74,6 +76,12 @@ class Bench:
         )
         request_id = self.engine.add(ask.prompt, params, cache_salt=ask.cache_salt)
         return self._answers.setdefault(request_id, Answer(RequestOutput(request_id)))
+
+    def reserve(self, prompt: list[int], cache_salt: str | None = None) -> Reservation:
+        request_id = self.engine.add(prompt, SamplingParams(), cache_salt=cache_salt, reserve=True)
+        self._answers[request_id] = Answer(RequestOutput(request_id))
+        self.run()
+        return reservation_of(self._answers[request_id].output)
 
     def step(self) -> None:
         for piece in self.engine.step():

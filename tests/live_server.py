@@ -84,7 +84,13 @@ class LiveServer:
 
 
 @contextmanager
-def running(model: Path | None, *, max_body_size: int = 1, **options: Any) -> Iterator[LiveServer]:
+def running(
+    model: Path | None,
+    *,
+    max_body_size: int = 1,
+    admin_key: str | None = None,
+    **options: Any,
+) -> Iterator[LiveServer]:
     """Serve a model on a free port of 127.0.0.1 until the block ends."""
     defaults: dict[str, Any] = {
         "block_size": BLOCK_SIZE,
@@ -97,7 +103,7 @@ def running(model: Path | None, *, max_body_size: int = 1, **options: Any) -> It
     engine = AsyncEngine.from_options(EngineOptions(model=model, **(defaults | options)))
     sock = bind(server_options)
     ready = threading.Event()
-    server = Server(engine, server_options, ready.set)
+    server = Server(engine, server_options, ready.set, admin_key=admin_key)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])))
     thread.start()
     try:

@@ -117,6 +117,8 @@ class TestMistakes:
             (["generate", "x", "--model", "/no/such/model"], "/no/such/model"),
             (["serve", "--host", "no.such.host.invalid"], "--host"),
             (["generate", "x", "--device", "gadget"], "--device is 'gadget'"),
+            (["serve", "--reserve", "/no/such/file"], "/no/such/file"),
+            (["serve", "--admin-key-file", "/no/such/key"], "--admin-key-file /no/such/key"),
         ],
     )
     def test_an_error_is_one_line(
@@ -275,6 +277,37 @@ class TestServe:
         ):
             assert [served.id for served in client.models.list()] == ["mine", "too"]
             assert client.completions.create(model="too", prompt=PROMPT).model == "too"
+
+    def test_reserves_files_before_it_is_ready(self, model: Path, tmp_path: Path) -> None:
+        (tmp_path / "a.txt").write_text(PROMPT * 2)
+        (tmp_path / "b.jsonl").write_text(f'"{PROMPT[::-1]}"\n"{PROMPT.upper()}"\n')
+        files = [f"--reserve={tmp_path / name}" for name in ("a.txt", "b.jsonl")]
+        limits = ("--max-model-len", "256", "--prefix-cache", "paged")
+        with (
+            serving(model, *limits, *files) as (_, url),
+            OpenAI(base_url=f"{url}/v1", api_key="none") as client,
+        ):
+            (served,) = client.models.list()
+            for prompt in (PROMPT * 2, PROMPT[::-1], PROMPT.upper()):
+                usage = client.completions.create(model=served.id, prompt=f"{prompt} And").usage
+                assert usage is not None
+                assert usage.prompt_tokens_details is not None
+                own = usage.prompt_tokens - (usage.prompt_tokens_details.cached_tokens or 0)
+                assert own <= len(" And") + 1
+
+    def test_what_cannot_be_reserved_ends_it_in_one_line(self, model: Path, tmp_path: Path) -> None:
+        (tmp_path / "long.jsonl").write_text(f'"{PROMPT}"\n"{PROMPT * 40}"\n')
+        port = ("--port", "0", "--max-model-len", "256")
+        done = run(
+            *("serve", "--model", str(model), *port, *SMALL),
+            *("--reserve", str(tmp_path / "long.jsonl")),
+        )
+        assert done.returncode == 1
+        *reserved, error = done.stderr.strip().splitlines()
+        assert [line.partition(":")[0] for line in reserved] == [
+            f"reserved {tmp_path / 'long.jsonl'}, line 1"
+        ]
+        assert error.startswith(f"error: cannot reserve {tmp_path / 'long.jsonl'}, line 2: ")
 
     def test_sigterm_ends_it_well(self, model: Path) -> None:
         with serving(model) as (process, _):

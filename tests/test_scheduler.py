@@ -17,10 +17,14 @@ from prefixkv.request import SamplingParams
 class Server:
     """A scheduler whose every forward pass yields token 7."""
 
-    def __init__(self, *, num_blocks: int = 64, block_size: int = 4, **config: int) -> None:
-        self.cache = make_cache("hash", num_blocks=num_blocks, block_size=block_size)
+    def __init__(
+        self, system: str = "hash", *, num_blocks: int = 64, block_size: int = 4, **config: int
+    ) -> None:
+        self.cache = make_cache(system, num_blocks=num_blocks, block_size=block_size)
         self.scheduler = Scheduler(
-            SchedulerConfig(block_size=block_size, max_model_len=10_000, **config), self.cache
+            SchedulerConfig(block_size=block_size, max_model_len=10_000, **config),
+            self.cache,
+            prefix_cache=system,
         )
         self.arrivals = 0
 
@@ -102,13 +106,22 @@ def test_the_same_prompt_again_hits_all_but_the_block_of_its_last_token() -> Non
     assert spans(server.step()) == [("r1", 12, 16)]
 
 
-def test_equal_documents_that_arrive_together_are_computed_once() -> None:
-    server = Server(token_budget=16, num_blocks=256)
+@pytest.mark.parametrize("system", ["hash", "radix"])
+def test_equal_documents_that_arrive_together_are_computed_once(system: str) -> None:
+    server = Server(system, token_budget=16, num_blocks=256)
     document = list(range(100))
     for tail in range(4):
         server.add([*document, 1000 + tail, 2000 + tail], max_tokens=3)
     tokens_after_prompt = 4 * 2
     assert server.run() == len(document) + 4 * 2 + tokens_after_prompt
+
+
+@pytest.mark.parametrize("system", ["paged", "off"])
+def test_nobody_waits_where_a_commit_makes_nothing_findable(system: str) -> None:
+    server = Server(system, token_budget=64, num_blocks=256)
+    for _ in range(2):
+        server.add(list(range(20)))
+    assert spans(server.step()) == [("r0", 0, 20), ("r1", 0, 20)]
 
 
 @pytest.mark.parametrize("gap", [1, 2, 5])

@@ -5,7 +5,13 @@
 
 from typing import TYPE_CHECKING, Any
 
-from prefixkv.request import RequestMetrics, RequestOutput, SamplingParams, TokenLogprobs
+from prefixkv.request import (
+    RequestMetrics,
+    RequestOutput,
+    Reservation,
+    SamplingParams,
+    TokenLogprobs,
+)
 
 if TYPE_CHECKING:
     from prefixkv.engine.llm import LLM
@@ -16,6 +22,7 @@ __all__ = [
     "LLM",
     "RequestMetrics",
     "RequestOutput",
+    "Reservation",
     "SamplingParams",
     "TokenLogprobs",
     "__version__",

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from prefixkv.errors import ConfigError
 
-CacheSystem = Literal["hash", "off"]
+CacheSystem = Literal["hash", "radix", "paged", "off"]
 HashAlgorithm = Literal["xxh3", "sha256_cbor", "sha256"]
 
 CACHE_SYSTEMS = ("hash", "radix", "paged", "off")
@@ -53,7 +53,10 @@ class EngineOptions:
     )
     threads: int | None = _option(None, "CPU threads [default: the cores this process may use]")
     prefix_cache: str = _option(
-        "hash", "hash: share blocks by content hash; off: share nothing", choices=CACHE_SYSTEMS
+        "hash",
+        "What finds shared prefixes. hash: hashes of blocks, as vLLM does; radix: a radix tree, as "
+        "SGLang does; paged: only what is reserved is shared; off: nothing is",
+        choices=CACHE_SYSTEMS,
     )
     hash_algorithm: str = _option("xxh3", "Hash of a block's content", choices=HASH_ALGORITHMS)
     block_size: int = _option(16, "Tokens a block, 1 to 1024")

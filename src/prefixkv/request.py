@@ -136,6 +136,20 @@ class RequestMetrics:
     num_preemptions: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """A prompt whose K/V stays in the cache until it is released.
+
+    ``num_tokens`` of its ``num_prompt_tokens`` are held: all in ``paged``, full blocks in ``hash``
+    and ``radix``. ``num_computed_tokens`` had to be computed for it; the others were cached.
+    """
+
+    id: str
+    num_tokens: int
+    num_prompt_tokens: int
+    num_computed_tokens: int
+
+
 @dataclass(slots=True)
 class RequestOutput:
     """What a request has produced: since the last one when streaming, in all at the end.
@@ -155,6 +169,7 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     error: str | None = None
+    reservation: Reservation | None = None
 
     @property
     def finished(self) -> bool:
@@ -173,3 +188,4 @@ class RequestOutput:
         self.stop_reason = later.stop_reason
         self.metrics = later.metrics
         self.error = later.error
+        self.reservation = later.reservation

@@ -7,12 +7,17 @@ from rich.console import Console
 from prefixkv.cli.progress import progress
 from prefixkv.config import EngineOptions
 from prefixkv.engine.async_engine import AsyncEngine
+from prefixkv.request import Reservation
 from prefixkv.server import run as http
+from prefixkv.server.reservations import FromFile, admin_key, read_files
 from prefixkv.server.settings import ServerOptions
 
 
 def run(options: EngineOptions, server: ServerOptions) -> None:
-    """Bind, load, serve; lines on stderr say when it is ready and what it waits for at its end."""
+    """Bind, load, reserve, serve; lines on stderr say what it holds, that it is ready and what it
+    waits for at its end.
+    """
+    key, asked = admin_key(server.admin_key_file), read_files(server.reserve)
     with http.bind(server) as sock:
         with progress() as report:
             engine = AsyncEngine.from_options(options, report)
@@ -21,13 +26,23 @@ def run(options: EngineOptions, server: ServerOptions) -> None:
         def say(text: str) -> None:
             console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-        http.serve(
+        app = http.Server(
             engine,
             server,
-            sock,
             on_ready=lambda: say(f"prefixkv serves on {http.url(sock)}/v1\n{engine.summary}"),
             on_stopping=lambda running: say(_farewell(running, server.shutdown_timeout)),
+            admin_key=key,
+            reserve=asked,
+            on_reserved=lambda asked, reservation: say(_held(asked, reservation)),
         )
+        http.serve(app, sock)
+
+
+def _held(asked: FromFile, reservation: Reservation) -> str:
+    return (
+        f"reserved {asked.where}: {reservation.num_tokens} of "
+        f"{reservation.num_prompt_tokens} tokens"
+    )
 
 
 def _farewell(running: int, timeout: int) -> str:

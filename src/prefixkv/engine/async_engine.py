@@ -7,13 +7,15 @@ import itertools
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from prefixkv.config import EngineOptions
 from prefixkv.engine.engine import Engine, EngineStats, Progress
+from prefixkv.engine.reservations import reservation_of
 from prefixkv.errors import EngineError, PrefixKVError
-from prefixkv.request import RequestOutput, SamplingParams
+from prefixkv.request import RequestOutput, Reservation, SamplingParams
 
 T = TypeVar("T")
 
@@ -33,11 +35,24 @@ class _Add:
     prompt: list[int]
     params: SamplingParams
     cache_salt: str | None
+    reserve: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _Abort:
     stream: _Stream
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A function for the engine's thread, and where its result goes."""
+
+    run: Callable[[], Any]
+    loop: asyncio.AbstractEventLoop
+    result: asyncio.Future[Any]
+
+
+_Command = _Add | _Abort | _Call
 
 
 class AsyncEngine:
@@ -54,7 +69,7 @@ class AsyncEngine:
         self.tokenizer = engine.tokenizer
         self.max_model_len = engine.max_model_len
         self.summary = engine.summary
-        self._commands: queue.SimpleQueue[_Add | _Abort | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}  # the thread's own
         self._ids = itertools.count()
         self._thread: threading.Thread | None = None
@@ -96,7 +111,7 @@ class AsyncEngine:
             await asyncio.to_thread(self._thread.join)
             self._thread = None
 
-    async def generate(
+    def generate(
         self,
         prompt: list[int],
         params: SamplingParams,
@@ -112,13 +127,67 @@ class AsyncEngine:
             RequestError, ContextLengthError: it cannot be served; before the first piece.
             EngineError: the engine is not running, or stopped meanwhile.
         """
+        return self._ask(
+            request_id or self._new_id("async"), prompt, params, cache_salt, reserve=False
+        )
+
+    async def reserve(
+        self, prompt: list[int], *, request_id: str | None = None, cache_salt: str | None = None
+    ) -> Reservation:
+        """Compute a prompt and hold its K/V until ``release``, as ``LLM.reserve`` does.
+
+        Raises:
+            RequestError, ContextLengthError: it cannot be served, or too few blocks would be left.
+            EngineError: the engine is not running, or stopped meanwhile.
+        """
+        request_id = request_id or self._new_id("reservation")
+        output = RequestOutput(request_id)
+        pieces = self._ask(request_id, prompt, SamplingParams(), cache_salt, reserve=True)
+        async with aclosing(pieces):
+            async for piece in pieces:
+                output.extend(piece)
+        return reservation_of(output)
+
+    @property
+    def reservations(self) -> list[Reservation]:
+        """What is reserved, the oldest first; may be called from any thread."""
+        return self.engine.reservations
+
+    async def release(self, reservation_id: str) -> Reservation:
+        """End a reservation.
+
+        Raises:
+            RequestError: there is none of this id.
+            EngineError: the engine is not running.
+        """
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[Reservation] = loop.create_future()
+        self._put(_Call(lambda: self.engine.release(reservation_id), loop, result))
+        return await result
+
+    def _put(self, command: _Command) -> None:
+        if self._death is None:
+            self._commands.put(command)
+        if self._death is not None:  # or meanwhile: nobody may ever look at the command
+            raise EngineError(self._death)
+
+    def _new_id(self, kind: str) -> str:
+        return f"{kind}-{next(self._ids)}"
+
+    async def _ask(
+        self,
+        request_id: str,
+        prompt: list[int],
+        params: SamplingParams,
+        cache_salt: str | None,
+        *,
+        reserve: bool,
+    ) -> AsyncGenerator[RequestOutput]:
         if self._death is not None:
             raise EngineError(self._death)
         self.engine.validate(prompt, params, cache_salt)
-        stream = _Stream(str(request_id or f"async-{next(self._ids)}"))
-        self._commands.put(_Add(stream, prompt, params, cache_salt))
-        if self._death is not None:  # meanwhile: nobody may ever look at the command
-            raise EngineError(self._death)
+        stream = _Stream(request_id)
+        self._put(_Add(stream, prompt, params, cache_salt, reserve))
         finished = False
         try:
             while not finished:
@@ -157,6 +226,8 @@ class AsyncEngine:
                 return False
             if isinstance(command, _Abort):
                 self._abort(command.stream)
+            elif isinstance(command, _Call):
+                _carry_out(command)
             else:
                 self._add(command)
 
@@ -168,6 +239,7 @@ class AsyncEngine:
                 command.params,
                 request_id=stream.request_id,
                 cache_salt=command.cache_salt,
+                reserve=command.reserve,
             )
         except Exception as error:  # this request's alone, whatever it is
             known = error if isinstance(error, PrefixKVError) else EngineError(repr(error))
@@ -207,6 +279,29 @@ class AsyncEngine:
             if isinstance(command, _Add):
                 late = command.stream
                 _post(late.loop, late.items.put_nowait, error)
+            elif isinstance(command, _Call):
+                _post(command.loop, _fail, (command.result, error))
+
+
+def _carry_out(command: _Call) -> None:
+    try:
+        result = command.run()
+    except Exception as error:  # the caller's alone
+        _post(command.loop, _fail, (command.result, error))
+    else:
+        _post(command.loop, _succeed, (command.result, result))
+
+
+def _succeed(end: tuple[asyncio.Future[Any], Any]) -> None:
+    future, result = end
+    if not future.cancelled():
+        future.set_result(result)
+
+
+def _fail(end: tuple[asyncio.Future[Any], Exception]) -> None:
+    future, error = end
+    if not future.cancelled():
+        future.set_exception(error)
 
 
 def _put_all(items: list[tuple[_Stream, RequestOutput]]) -> None:

@@ -14,10 +14,11 @@ from prefixkv.config import EngineOptions
 from prefixkv.engine.build import build_parts
 from prefixkv.engine.output import PromptLogprobs, TextStream
 from prefixkv.engine.request_state import RequestState
+from prefixkv.engine.reservations import Reservations
 from prefixkv.engine.sampler import TokenSampler, token_logprobs
 from prefixkv.engine.scheduler import Scheduler, Work
 from prefixkv.errors import ContextLengthError, RequestError
-from prefixkv.request import FinishReason, RequestOutput, SamplingParams
+from prefixkv.request import FinishReason, RequestOutput, Reservation, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +78,9 @@ class Engine:
         self.cache = parts.cache
         self.runner = parts.runner
         self.scheduler = Scheduler(
-            parts.scheduler_config, parts.cache, prefix_cache=options.prefix_cache != "off"
+            parts.scheduler_config, parts.cache, prefix_cache=options.prefix_cache
         )
+        self._reservations = Reservations(parts.cache, options.prefix_cache, self.max_model_len)
         self._live: dict[str, _Live] = {}
         self._arrivals = itertools.count()
 
@@ -133,12 +135,15 @@ class Engine:
         *,
         request_id: str | None = None,
         cache_salt: str | None = None,
+        reserve: bool = False,
     ) -> str:
         """Queue a request; returns its id.
 
         Args:
             prompt: token ids.
             cache_salt: prefixes are shared only between requests with the same salt.
+            reserve: compute the prompt, generate nothing and hold its K/V until ``release``; the
+                output has the reservation, whose id is the request's.
 
         Raises:
             RequestError, ContextLengthError: it could not be served.
@@ -148,14 +153,18 @@ class Engine:
         request_id = f"request-{arrival}" if request_id is None else request_id
         if request_id in self._live:
             raise RequestError(f"request id {request_id!r} is in use", param="request_id")
+        seq = self.cache.sequence(prompt, cache_salt=cache_salt)
+        if reserve:
+            self._reservations.check(request_id, seq)
         room = self.max_model_len - len(prompt)
         state = RequestState(
             request_id,
             prompt,
             params,
-            self.cache.sequence(prompt, cache_salt=cache_salt),
+            seq,
             arrival=arrival,
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            reserves=reserve,
         )
         end = self._end_token_ids(params)
         detokenizer = self.tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens)
@@ -210,9 +219,24 @@ class Engine:
         for work, token, output in zip(step.work, tokens, outputs, strict=True):
             if token is not None:
                 pieces.append(self._piece(work, token, output))
+            elif work.request.reserves and work.is_last:
+                pieces.append(self._reserve(work, output))
             elif output.finished:
                 pieces.append(output)
         return pieces
+
+    @property
+    def reservations(self) -> list[Reservation]:
+        """What is reserved, the oldest first; may be read from any thread."""
+        return self._reservations.listed()
+
+    def release(self, reservation_id: str) -> Reservation:
+        """End a reservation.
+
+        Raises:
+            RequestError: there is none of this id.
+        """
+        return self._reservations.release(reservation_id)
 
     def stats(self) -> EngineStats:
         totals = self.scheduler.stats
@@ -259,6 +283,14 @@ class Engine:
         except Exception as error:  # and so does this one
             logger.exception("the text of %s failed", work.request.request_id)
             return self._fail(work, error)
+
+    def _reserve(self, work: Work, output: RequestOutput) -> RequestOutput:
+        live = self._live[work.request.request_id]
+        try:
+            output.reservation = self._reservations.hold(work.request)
+        except RequestError as error:
+            output.error = str(error)
+        return self._finish(live, output, "length", flush=False)
 
     def _output(self, work: Work, token: int, output: RequestOutput) -> RequestOutput:
         """Fill in the text, and finish the request if this token ends it."""

@@ -10,8 +10,9 @@ from typing import Any, cast
 
 from prefixkv.config import EngineOptions
 from prefixkv.engine.engine import Engine, Progress
+from prefixkv.engine.reservations import reservation_of
 from prefixkv.errors import ConfigError, RequestError
-from prefixkv.request import RequestOutput, SamplingParams
+from prefixkv.request import RequestOutput, Reservation, SamplingParams
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -67,10 +68,7 @@ class LLM:
             RequestError, ContextLengthError: a prompt cannot be served; none is then run.
         """
         listed = _as_list(prompts)
-        token_ids = [
-            self.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-            for prompt in listed
-        ]
+        token_ids = [self._encoded(prompt) for prompt in listed]
         return self._run(token_ids, _params_for(params, len(listed)), cache_salt)
 
     def chat(
@@ -91,14 +89,69 @@ class LLM:
         ]
         return self._run(token_ids, _params_for(params, len(token_ids)), cache_salt)
 
+    def reserve(self, prompt: Prompt, *, cache_salt: str | None = None) -> Reservation:
+        """Compute the K/V of a prompt and hold it until ``release``.
+
+        Prompts that begin with it find it (in ``paged`` to the token, in ``hash`` and ``radix`` its
+        full blocks), whatever is served in between. A text's last token may read otherwise when
+        more text follows: end it where words end.
+
+        Args:
+            prompt: text or token ids.
+            cache_salt: only requests with the same salt find it.
+
+        Raises:
+            RequestError, ContextLengthError: it cannot be served; the cache is ``off``; or too few
+                blocks would be left for the longest request.
+        """
+        return self._reserve(self._encoded(prompt), cache_salt)
+
+    def reserve_chat(
+        self, messages: Sequence[Message], *, cache_salt: str | None = None
+    ) -> Reservation:
+        """``reserve`` what every conversation has in common that begins with these messages."""
+        return self._reserve(self.engine.tokenizer.chat_prefix(messages), cache_salt)
+
+    def release(self, reservation: Reservation | str) -> None:
+        """End a reservation, by itself or by its id.
+
+        Raises:
+            RequestError: there is none of this id.
+        """
+        with self._lock:
+            self.engine.release(
+                reservation.id if isinstance(reservation, Reservation) else reservation
+            )
+
+    @property
+    def reservations(self) -> list[Reservation]:
+        """What is reserved, the oldest first."""
+        return self.engine.reservations
+
+    def _encoded(self, prompt: Prompt) -> list[int]:
+        return self.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _reserve(self, prompt: list[int], cache_salt: str | None) -> Reservation:
+        (output,) = self._run([prompt], [SamplingParams()], cache_salt, reserve=True)
+        return reservation_of(output)
+
     def _run(
-        self, prompts: list[list[int]], params: list[SamplingParams], cache_salt: str | None
+        self,
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        cache_salt: str | None,
+        *,
+        reserve: bool = False,
     ) -> list[RequestOutput]:
         with self._lock:
-            return self._run_alone(prompts, params, cache_salt)
+            return self._run_alone(prompts, params, cache_salt, reserve)
 
     def _run_alone(
-        self, prompts: list[list[int]], params: list[SamplingParams], cache_salt: str | None
+        self,
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        cache_salt: str | None,
+        reserve: bool,
     ) -> list[RequestOutput]:
         engine = self.engine
         for prompt, each in zip(prompts, params, strict=True):
@@ -108,7 +161,9 @@ class LLM:
             for prompt, each in zip(prompts, params, strict=True):
                 request_id = f"llm-{next(self._ids)}"
                 outputs[request_id] = RequestOutput(request_id)
-                engine.add(prompt, each, request_id=request_id, cache_salt=cache_salt)
+                engine.add(
+                    prompt, each, request_id=request_id, cache_salt=cache_salt, reserve=reserve
+                )
             while engine.has_work:
                 for piece in engine.step():
                     outputs[piece.request_id].extend(piece)

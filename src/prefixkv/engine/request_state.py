@@ -11,7 +11,8 @@ from prefixkv.request import FinishReason, RequestMetrics, SamplingParams
 class RequestState:
     """One request from arrival to end. The scheduler writes it; others read.
 
-    ``seq`` holds prompt and output tokens. ``table`` is None while the request waits, and so is its
+    One that ``reserves`` computes its prompt, generates nothing and leaves a reservation. ``seq``
+    holds prompt and output tokens. ``table`` is None while the request waits, and so is its
     claim on blocks: waiting, preempted and finished requests hold none.
     """
 
@@ -28,6 +29,7 @@ class RequestState:
         "params",
         "prompt",
         "request_id",
+        "reserves",
         "seq",
         "stop_reason",
         "table",
@@ -42,6 +44,7 @@ class RequestState:
         *,
         arrival: int,
         max_tokens: int,
+        reserves: bool = False,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -49,6 +52,7 @@ class RequestState:
         self.seq = seq
         self.arrival = arrival
         self.max_tokens = max_tokens
+        self.reserves = reserves
         self.num_prompt_tokens = len(prompt)
         self.output_token_ids: list[int] = []
         self.table: BlockTable | None = None

@@ -29,9 +29,14 @@ class Work:
     num_logits: int
 
     @property
-    def samples(self) -> bool:
-        """Whether this work reaches the request's last token, so that a new one follows."""
+    def is_last(self) -> bool:
+        """Whether this work reaches the request's last token."""
         return self.stop == self.request.num_tokens
+
+    @property
+    def samples(self) -> bool:
+        """Whether a new token follows."""
+        return self.is_last and not self.request.reserves
 
 
 @dataclass(slots=True)
@@ -66,16 +71,22 @@ class Scheduler:
     request is passed over while another computes a prefix that it shares, for ``max_hold_steps``
     steps at most.
 
-    The only writer of ``RequestState``; the only caller of the cache manager in an engine.
+    The only writer of ``RequestState``; in an engine, the only caller of the cache manager besides
+    ``Reservations``.
+
+    Args:
+        prefix_cache: the cache's system.
     """
 
     def __init__(
-        self, config: SchedulerConfig, cache: CacheManager, *, prefix_cache: bool = True
+        self, config: SchedulerConfig, cache: CacheManager, *, prefix_cache: str = "hash"
     ) -> None:
         self.config = config
         self.cache = cache
         self.stats = SchedulerStats()
-        self._prefix_cache = prefix_cache
+        self._looks_up = prefix_cache != "off"
+        # Where a commit makes nothing findable, there is nothing to wait for.
+        self._holds_back = prefix_cache in ("hash", "radix")
         self._waiting: deque[RequestState] = deque()
         self._running: list[RequestState] = []  # oldest first
 
@@ -182,13 +193,13 @@ class Scheduler:
 
     def _lookup(self, request: RequestState) -> Hit | None:
         # Logits of cached tokens do not exist, so a request that wants them computes them all.
-        if not self._prefix_cache or request.params.prompt_logprobs is not None:
+        if not self._looks_up or request.params.prompt_logprobs is not None:
             return None
         return self.cache.lookup(request.seq)
 
     def _is_held(self, request: RequestState, hit: Hit) -> bool:
         """Whether a running request is computing blocks that this one would compute again."""
-        if request.held_steps >= self.config.max_hold_steps:
+        if not self._holds_back or request.held_steps >= self.config.max_hold_steps:
             return False
         block_size = self.config.block_size
         most = (request.num_tokens - 1) // block_size * block_size
@@ -216,7 +227,7 @@ class Scheduler:
             self.stats.prefix_hits += hit.num_tokens
 
     def _work(self, request: RequestState, table: BlockTable, start: int, stop: int) -> Work:
-        num_logits = 1 if stop == request.num_tokens else 0
+        num_logits = 1 if stop == request.num_tokens and not request.reserves else 0
         if request.params.prompt_logprobs is not None and not request.output_token_ids:
             num_logits = stop - start
         return Work(request, table, start, stop, num_logits)

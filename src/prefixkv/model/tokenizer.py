@@ -69,6 +69,23 @@ class Tokenizer:
         text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, **kwargs)
         return self.encode(text, add_special_tokens=False)
 
+    def chat_prefix(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids that every conversation begins with that begins with these messages.
+
+        After a user's message that is the prompt for its answer; else what two conversations have
+        in common that go on with different messages of the user.
+
+        Raises `RequestError` as `apply_chat_template` does.
+        """
+        if messages and messages[-1].get("role") == "user":
+            return self.apply_chat_template(messages)
+        one, other = (
+            self.apply_chat_template([*messages, {"role": "user", "content": text}])
+            for text in ("a", "1")
+        )
+        same = (a == b for a, b in zip(one, other, strict=False))
+        return one[: next((i for i, is_same in enumerate(same) if not is_same), len(one))]
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

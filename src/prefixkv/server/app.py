@@ -10,15 +10,21 @@ from fastapi import FastAPI
 
 from prefixkv import __version__
 from prefixkv.engine.async_engine import AsyncEngine
-from prefixkv.server import errors
+from prefixkv.server import errors, reservations
 from prefixkv.server.middleware import RequestContext
 from prefixkv.server.routes import router
 from prefixkv.server.serving import Serving
 from prefixkv.server.settings import ServerOptions
 
 
-def create_app(engine: AsyncEngine, options: ServerOptions | None = None) -> FastAPI:
-    """An app that starts the engine when it starts and stops it when it ends."""
+def create_app(
+    engine: AsyncEngine, options: ServerOptions | None = None, *, admin_key: str | None = None
+) -> FastAPI:
+    """An app that starts the engine when it starts and stops it when it ends.
+
+    Args:
+        admin_key: opens ``/v1/reservations`` to who sends it.
+    """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
@@ -35,8 +41,9 @@ def create_app(engine: AsyncEngine, options: ServerOptions | None = None) -> Fas
         openapi_url=None,
         redirect_slashes=False,
     )
-    app.state.serving = Serving.of(engine, options or ServerOptions(), int(time.time()))
+    app.state.serving = Serving.of(engine, options or ServerOptions(), int(time.time()), admin_key)
     app.add_middleware(RequestContext)
     errors.install(app)
     app.include_router(router)
+    app.include_router(reservations.router)
     return app

@@ -129,7 +129,7 @@ def install(app: FastAPI) -> None:
 async def _on_known_error(request: Request, error: Exception) -> JSONResponse:
     alive = request.app.state.serving.engine.is_alive
     status, body = error_of(error, engine_is_alive=alive)
-    return JSONResponse(body, status)
+    return JSONResponse(body, status, {"WWW-Authenticate": "Bearer"} if status == 401 else None)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:

@@ -63,6 +63,15 @@ class Prompts:
             lambda: self._encode(self._tokenizer.render_chat(messages), add_special_tokens=False),
         )
 
+    async def chat_prefix(self, messages: list[dict[str, str]]) -> list[int]:
+        """The token ids that every conversation begins with that begins with these messages.
+
+        Raises:
+            RequestError: the model has no chat template, or its template refuses the messages.
+        """
+        size = sum(len(text) + _TEXT_CHARS for message in messages for text in message.values())
+        return await _in_thread_if_long(size, lambda: self._tokenizer.chat_prefix(messages))
+
     def _check_length(self, ids: list[int]) -> None:
         room = self._max_model_len - 1
         if len(ids) > room:

@@ -65,10 +65,14 @@ class StreamOptions(_Body):
     include_obfuscation: bool = False
 
 
-class CompletionBase(_Body):
+class _Request(_Body):
+    model: str | None = Field(None, max_length=MAX_NAME_CHARS)
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
+
+
+class CompletionBase(_Request):
     """What both dialects share."""
 
-    model: str | None = Field(None, max_length=MAX_NAME_CHARS)
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = Field(1, ge=1, le=MAX_CHOICES)
@@ -83,7 +87,6 @@ class CompletionBase(_Body):
     ignore_eos: bool = False
     seed: int | None = None
     skip_special_tokens: bool = True
-    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
 
     @property
     def include_usage(self) -> bool:
@@ -148,7 +151,16 @@ class CompletionRequest(CompletionBase):
         return self.sampling_params(max_tokens=limit, logprobs=self.logprobs)
 
 
-Body = TypeVar("Body", bound=CompletionBase)
+class ReservationRequest(_Request):
+    """The body of ``/v1/reservations``: a prompt or messages."""
+
+    prompt: Any = None
+    messages: Messages = []
+
+
+_EITHER = {"prompt", "messages"}
+
+Body = TypeVar("Body", bound=_Request)
 
 
 def parse_body(data: bytes, kind: type[Body]) -> Body:
@@ -169,6 +181,8 @@ def parse_body(data: bytes, kind: type[Body]) -> Body:
         body = kind.model_validate(honoured(fields))
     except ValidationError as error:
         raise validation_error(error) from None
-    if body.stream_options is not None and not body.stream:
+    if isinstance(body, CompletionBase) and body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream to be true", param="stream_options")
+    if isinstance(body, ReservationRequest) and len(body.model_fields_set & _EITHER) != 1:
+        raise RequestError("send a prompt or messages: one of the two", param="prompt")
     return body

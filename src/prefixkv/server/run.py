@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType
 
@@ -13,11 +13,17 @@ import uvicorn
 
 from prefixkv.engine.async_engine import AsyncEngine
 from prefixkv.errors import ConfigError
+from prefixkv.request import Reservation
 from prefixkv.server.app import create_app
+from prefixkv.server.reservations import FromFile, reserve_file
+from prefixkv.server.serving import Serving
 from prefixkv.server.settings import ServerOptions
 
 # Seconds for the last words to clients after what was left is aborted.
 _MARGIN = 5
+
+# Seconds until a signal is seen while something is reserved.
+_PATIENCE = 0.1
 
 # Seconds for the errors of aborted requests to reach their clients.
 _LAST_WORDS = 1.0
@@ -32,6 +38,9 @@ class Server(uvicorn.Server):
     Args:
         on_ready: called once it listens.
         on_stopping: called with the number of requests that it waits for at its end, if any.
+        admin_key: opens ``/v1/reservations`` to who sends it.
+        reserve: what is computed and kept before it listens.
+        on_reserved: called after each of these.
     """
 
     def __init__(
@@ -40,9 +49,14 @@ class Server(uvicorn.Server):
         options: ServerOptions,
         on_ready: Callable[[], None],
         on_stopping: Callable[[int], None] = lambda _running: None,
+        *,
+        admin_key: str | None = None,
+        reserve: Sequence[FromFile] = (),
+        on_reserved: Callable[[FromFile, Reservation], None] = lambda _asked, _reservation: None,
     ) -> None:
+        app = create_app(engine, options, admin_key=admin_key)
         config = uvicorn.Config(
-            create_app(engine, options),
+            app,
             log_level="warning",
             access_log=False,
             server_header=False,
@@ -50,14 +64,45 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self._engine = engine
+        self._serving: Serving = app.state.serving
+        self._reserve = reserve
+        self._on_reserved = on_reserved
         self._timeout = options.shutdown_timeout
         self._on_ready = on_ready
         self._on_stopping = on_stopping
         self._hurry = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._reserve_all()
+        if self.should_exit:
+            return
         await super().startup(sockets)
         self._on_ready()
+
+    async def _reserve_all(self) -> None:
+        """Before it listens, so that no client waits for it; a signal ends it.
+
+        Raises:
+            ConfigError: one cannot be reserved.
+        """
+        if not self._reserve:
+            return
+        await self._engine.start()
+        try:
+            for asked in self._reserve:
+                task = asyncio.create_task(reserve_file(self._serving, asked))
+                while not task.done() and not self.should_exit:
+                    await asyncio.wait((task,), timeout=_PATIENCE)
+                if self.should_exit:
+                    task.cancel()
+                    break
+                self._on_reserved(asked, task.result())
+        except BaseException:
+            self.should_exit = True
+            raise
+        finally:
+            if self.should_exit:
+                await self._engine.stop()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
@@ -114,16 +159,11 @@ def url(sock: socket.socket) -> str:
     return f"http://[{host}]:{port}" if sock.family == socket.AF_INET6 else f"http://{host}:{port}"
 
 
-def serve(
-    engine: AsyncEngine,
-    options: ServerOptions,
-    sock: socket.socket,
-    on_ready: Callable[[], None],
-    on_stopping: Callable[[int], None],
-) -> None:
+def serve(server: Server, sock: socket.socket) -> None:
     """Serve on a bound socket until SIGTERM or SIGINT.
 
     Raises:
         KeyboardInterrupt: it ended by SIGINT.
+        ConfigError: something cannot be reserved at the start.
     """
-    asyncio.run(Server(engine, options, on_ready, on_stopping).serve(sockets=[sock]))
+    asyncio.run(server.serve(sockets=[sock]))

@@ -39,10 +39,13 @@ class Serving:
     created: int
     prompts: Prompts
     token_text: TokenTexts
+    admin_key: str | None = field(default=None, repr=False)
     latencies: Latencies = field(default_factory=Latencies)
 
     @classmethod
-    def of(cls, engine: AsyncEngine, options: ServerOptions, created: int) -> Serving:
+    def of(
+        cls, engine: AsyncEngine, options: ServerOptions, created: int, admin_key: str | None
+    ) -> Serving:
         names = options.served_model_name or (engine.model_name,)
         return cls(
             engine,
@@ -51,6 +54,7 @@ class Serving:
             created,
             Prompts(engine.tokenizer, engine.max_model_len),
             TokenTexts(engine.tokenizer),
+            admin_key,
         )
 
     def model(self, name: str | None) -> str:

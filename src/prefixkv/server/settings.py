@@ -28,6 +28,16 @@ class ServerOptions:
         (), "Name that requests use; give it again for more names [default: the model's own]"
     )
     max_body_size: int = _option(8, "Largest request body, in MiB")
+    reserve: tuple[str, ...] = _option(
+        (),
+        "File whose prompts are computed at the start and stay in the cache: a text, .json (a "
+        "prompt, or messages) or .jsonl (one a line); give it again for more files",
+    )
+    admin_key_file: str | None = _option(
+        None,
+        "File with the key for /v1/reservations, which is closed without one [default: the value "
+        "of PREFIXKV_ADMIN_KEY]",
+    )
     shutdown_timeout: int = _option(30, "Seconds that running requests get when it stops")
 
     def __post_init__(self) -> None:
