@@ -53,8 +53,9 @@ class Items {
  public:
   explicit Items(nanobind::handle iterable) : items_(nanobind::tuple(nanobind::borrow(iterable))) {
     for (nanobind::handle item : items_) {
-      if (nanobind::isinstance<T>(item)) {
-        pointers_.push_back(nanobind::inst_ptr<T>(item));
+      T* pointer = nullptr;
+      if (nanobind::try_cast(item, pointer, false) && pointer != nullptr) {
+        pointers_.push_back(pointer);
         continue;
       }
       const std::string found = nanobind::type_name(item.type()).c_str();

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from managers import OFF, SYSTEMS, Make, fill, shape, state
+from prefixkv.cache import BlockTable, make_cache
 from prefixkv.errors import CacheError
 
 EVERY = {**SYSTEMS, **OFF}
@@ -175,3 +176,14 @@ def test_a_shared_block_is_not_committed(make: Make) -> None:
     assert scene.visible() == before
     scene.cache.free(child)
     scene.cache.commit_many(scene.tables, scene.seqs, [7, 8])
+
+
+@pytest.mark.filterwarnings("ignore:nanobind")
+@pytest.mark.parametrize(
+    "item", [5, None, BlockTable.__new__(BlockTable)], ids=["5", "None", "raw"]
+)
+def test_what_no_cache_has_made_is_refused(item: Any) -> None:
+    cache = make_cache(num_blocks=4)
+    with pytest.raises(TypeError, match="BlockTable is needed"):
+        cache.allocate_many([cache.table(), item], [1, 1])
+    assert cache.num_free_blocks == 4
