@@ -150,9 +150,10 @@ def make_cache(
         num_blocks: blocks in the pool.
         block_size: tokens a block, 1 to 1024. ``hash`` and ``radix`` share full blocks only.
         hash_algorithm: ``"xxh3"``, fastest, verified against the tokens themselves;
-            ``"sha256_cbor"``, equal to vLLM's, for hashes that leave the process; ``"sha256"``,
-            vLLM's over Python's pickle, for interoperation only. All give the same hits. Other
-            systems than ``hash`` use it for events only.
+            ``"sha256_cbor"``, for hashes that leave the process; ``"sha256"``, the same over
+            Python's pickle, for interoperation only. The two equal vLLM's for tokens and salts,
+            not with an adapter or extra content. All give the same hits. Other systems than
+            ``hash`` use it for events only.
         num_groups: kinds of layers whose K/V differ though the tokens are the same.
         events: whether to collect what ``drain_events`` gives; drain them, or they pile up.
 
