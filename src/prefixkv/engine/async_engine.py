@@ -7,14 +7,14 @@ import itertools
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from prefixkv.config import EngineOptions
 from prefixkv.engine.engine import Engine, EngineStats, Progress
 from prefixkv.engine.reservations import reservation_of
-from prefixkv.errors import EngineError, PrefixKVError
+from prefixkv.errors import EngineError, PrefixKVError, RequestError
 from prefixkv.request import RequestOutput, Reservation, SamplingParams
 
 T = TypeVar("T")
@@ -27,6 +27,7 @@ class _Stream:
         self.request_id = request_id
         self.loop = asyncio.get_running_loop()
         self.items: asyncio.Queue[RequestOutput | PrefixKVError] = asyncio.Queue()
+        self.reservation: Reservation | None = None  # the thread's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,12 +254,16 @@ class AsyncEngine:
             aborted = self.engine.abort(stream.request_id)
             if aborted is not None:
                 self._deliver([aborted])
+        elif stream.reservation is not None:  # made, and nobody was there to learn of it
+            with suppress(RequestError):  # released already
+                self.engine.release(stream.reservation.id)
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput]]] = {}
         for output in outputs:
             stream = self._streams[output.request_id]
             if output.finished:
+                stream.reservation = output.reservation
                 del self._streams[output.request_id]
             by_loop.setdefault(stream.loop, []).append((stream, output))
         for loop, items in by_loop.items():

@@ -51,9 +51,11 @@ class Reservations:
                 f"{self._prefix_cache} finds full blocks only; reserve a longer one",
                 param="prompt",
             )
-        # At least: what is reserved of it already is shared.
+        # At least: what is there already is shared, and in radix its last block may be too, though
+        # a lookup never covers the last token. `hold` counts what it comes to.
         found = self._cache.lookup(seq).blocks
-        self._check_left(self._reserved() | set(found), seq.num_tokens // block_size - len(found))
+        more = (seq.num_tokens - 1) // block_size - len(found)
+        self._check_left(self._reserved() | set(found), more)
 
     def hold(self, request: RequestState) -> Reservation:
         """Reserve the prompt of a request that has computed it.
