@@ -1,4 +1,4 @@
-"""An engine of your own: plain transformers computes, prefixkv.cache shares the prefixes.
+"""An engine of your own: transformers (5.24 or newer) computes, prefixkv.cache shares prefixes.
 
     python examples/own_engine.py [hash|radix|paged]
 

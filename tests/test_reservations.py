@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 from openai import APIStatusError, OpenAI
+from torch import Tensor
 
-from live_server import BLOCK_SIZE, LiveServer, running
+from live_server import BLOCK_SIZE, DEADLINE, LiveServer, eventually, running
 from prefixkv import LLM, Reservation, SamplingParams
+from prefixkv.engine.scheduler import Step
 from prefixkv.errors import ConfigError, ContextLengthError, EngineError, RequestError
 from prefixkv.server.reservations import admin_key, read_files
 
@@ -114,6 +121,12 @@ class TestPython:
         with pytest.raises(RequestError, match="empty"):
             llm.reserve("")
         assert llm.engine.cache.num_free_blocks == 64
+
+
+def test_in_radix_what_is_held_already_needs_no_more_room(model: Path) -> None:
+    llm = small(model, prefix_cache="radix", num_blocks=16 + 6)  # 256 tokens, and six full blocks
+    reservations = [llm.reserve(DOCUMENT[:96]) for _ in range(2)]
+    assert [reservation.num_tokens for reservation in reservations] == [96, 96]
 
 
 @pytest.mark.parametrize("system", ["hash", "radix"])
@@ -223,6 +236,14 @@ class TestHTTP:
         answer = keyed.post("/v1/reservations", **fields)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
+    def test_a_chat_of_hopeless_length_is_refused_before_it_is_tokenised(
+        self, keyed: LiveServer
+    ) -> None:
+        messages = [{"role": "system", "content": "x" * 100_000}]
+        answer = keyed.post("/v1/reservations", messages=messages)
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+        assert "100000 characters" in answer.json()["error"]["message"]
+
     def test_the_pool_cannot_be_filled(self, keyed: LiveServer) -> None:
         made, answers = [], []
         for start in range(8):
@@ -268,6 +289,46 @@ def test_a_cancelled_reservation_leaves_nothing(keyed: LiveServer) -> None:
     assert keyed.engine.reservations == []
 
 
+def test_a_reservation_that_was_made_when_its_caller_gave_up_is_released(
+    keyed: LiveServer,
+) -> None:
+    async def cancel_late() -> None:
+        task = asyncio.create_task(keyed.engine.reserve([7, 8] * 100))
+        await asyncio.sleep(0)
+        eventually(lambda: keyed.engine.reservations != [])  # this loop has not heard of it yet
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel_late())
+    eventually(lambda: keyed.engine.reservations == [])
+    assert keyed.idle_blocks == 256
+
+
+def test_a_client_that_hangs_up_leaves_nothing(
+    keyed: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, started, gone = keyed.engine.engine.runner, threading.Event(), threading.Event()
+    run = runner.run
+
+    def slowly(step: Step) -> Tensor:
+        started.set()
+        assert gone.wait(DEADLINE)
+        time.sleep(0.2)  # the server hears of it meanwhile
+        return run(step)
+
+    monkeypatch.setattr(runner, "run", slowly)
+    address = urlsplit(keyed.url)
+    body = json.dumps({"prompt": [5, 6] * 500})
+    with closing(HTTPConnection(address.hostname or "", address.port)) as client:
+        headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+        client.request("POST", "/v1/reservations", body, headers)
+        assert started.wait(DEADLINE)
+    gone.set()
+    assert keyed.idle_blocks == 256
+    assert keyed.engine.reservations == []
+
+
 # -------------------------------------------------------------------------------- files and keys
 
 
@@ -299,9 +360,40 @@ def test_files_of_every_kind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("content", "prompts"),
+    [
+        (["one", [2, 3]], ["one", [2, 3]]),
+        ([SYSTEM, SYSTEM], [None, None]),
+        (SYSTEM, [None]),
+        ([2, 3], [[2, 3]]),
+    ],
+)
+def test_a_list_is_a_prompt_a_conversation_or_several(
+    tmp_path: Path, content: Any, prompts: list[Any]
+) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    assert [it.body.prompt for it in read_files((str(tmp_path / "a.json"),))] == prompts
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\x85"])
+def test_only_a_newline_ends_a_line_of_json(tmp_path: Path, separator: str) -> None:
+    (tmp_path / "a.jsonl").write_text(f'"one{separator}two"\n"three"\n', encoding="utf-8")
+    asked = read_files((str(tmp_path / "a.jsonl"),))
+    assert [it.body.prompt for it in asked] == [f"one{separator}two", "three"]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.json", "a.jsonl"])
+def test_a_byte_order_mark_is_no_part_of_the_prompt(tmp_path: Path, name: str) -> None:
+    text = "one" if name == "a.txt" else '"one"'
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert [it.body.prompt for it in read_files((str(tmp_path / name),))] == ["one"]
+
+
+@pytest.mark.parametrize(
     ("name", "content", "named"),
     [
         ("a.json", b"{", "a.json: "),
+        ("a.json", b'["fine", [{"role": "king"}]]', "a.json, prompt 2: messages[0].role"),
         ("a.json", b'{"promt": 1}', "promt"),
         ("a.json", b"[" * 100_000, "a.json: "),
         ("a.jsonl", b'"fine"\nnot json\n', "line 2"),

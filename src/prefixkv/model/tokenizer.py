@@ -70,10 +70,11 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False)
 
     def chat_prefix(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids that every conversation begins with that begins with these messages.
+        """Token ids that conversations begin with that begin with these messages.
 
         After a user's message that is the prompt for its answer; else what two conversations have
-        in common that go on with different messages of the user.
+        in common that go on with different messages of the user. A message that begins with white
+        space may cut the last of these tokens otherwise.
 
         Raises `RequestError` as `apply_chat_template` does.
         """

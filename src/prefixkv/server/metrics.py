@@ -55,11 +55,11 @@ _GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "num_requests_waiting": ("Requests in the queue", lambda s: s.num_waiting),
     "num_blocks": ("Blocks in the pool", lambda s: s.num_blocks),
     "num_free_blocks": (
-        "Blocks that no request holds, cached ones too",
+        "Blocks that no request and no reservation holds, cached ones too",
         lambda s: s.num_free_blocks,
     ),
     "kv_cache_usage_perc": (
-        "Share of blocks that requests hold, 0 to 1",
+        "Share of blocks that requests and reservations hold, 0 to 1",
         lambda s: 1 - s.num_free_blocks / s.num_blocks,
     ),
 }

@@ -64,11 +64,13 @@ class Prompts:
         )
 
     async def chat_prefix(self, messages: list[dict[str, str]]) -> list[int]:
-        """The token ids that every conversation begins with that begins with these messages.
+        """The token ids that conversations begin with that begin with these messages.
 
         Raises:
             RequestError: the model has no chat template, or its template refuses the messages.
+            ContextLengthError: they are so long that no tokens could make them fit.
         """
+        self._check_chars(sum(len(message["content"]) for message in messages))
         size = sum(len(text) + _TEXT_CHARS for message in messages for text in message.values())
         return await _in_thread_if_long(size, lambda: self._tokenizer.chat_prefix(messages))
 
@@ -81,12 +83,15 @@ class Prompts:
             )
 
     def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        if len(text) > self._max_chars:
-            raise ContextLengthError(
-                f"the prompt has {len(text)} characters; more than {self._max_chars} cannot be "
-                f"the {self._max_model_len} tokens that fit here"
-            )
+        self._check_chars(len(text))
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _check_chars(self, count: int) -> None:
+        if count > self._max_chars:
+            raise ContextLengthError(
+                f"the prompt has {count} characters; more than {self._max_chars} cannot be the "
+                f"{self._max_model_len} tokens that fit here"
+            )
 
 
 def _as_list(prompt: Any) -> list[str | list[int]]:

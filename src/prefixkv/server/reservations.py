@@ -6,7 +6,8 @@ import hmac
 import json
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from fastapi.responses import JSONResponse
 from prefixkv.errors import ConfigError, PrefixKVError, RequestError
 from prefixkv.request import Reservation
 from prefixkv.server.errors import HTTPError
+from prefixkv.server.generation import while_connected
 from prefixkv.server.messages import chat_messages
 from prefixkv.server.protocol import ReservationRequest, parse_body
 from prefixkv.server.serving import Serving
@@ -33,7 +35,8 @@ async def reserve(request: Request) -> JSONResponse:
     serving = _admitted(request)
     body = await serving.bodies.read(request, parse_reservation)
     serving.model(body.model)
-    return JSONResponse(_shown(await reserved(serving, body, f"rsv-{uuid.uuid4().hex}")))
+    work = reserved(serving, body, f"rsv-{uuid.uuid4().hex}")
+    return JSONResponse(_shown(await while_connected(request, work)))
 
 
 @router.get("")
@@ -97,36 +100,51 @@ class FromFile:
 def read_files(paths: tuple[str, ...]) -> list[FromFile]:
     """What the files of ``--reserve`` ask for.
 
-    A name in .json holds one prompt (a string or token ids), one conversation (a list of messages)
-    or an object as ``/v1/reservations`` takes it; .jsonl has one of these a line. Any other is one
-    prompt, the whole text.
+    A name in .json holds a prompt (a string or token ids), a conversation (a list of messages), a
+    list of either, or an object as ``/v1/reservations`` takes it; .jsonl has a prompt, a
+    conversation or an object a line. Any other is one prompt, the whole text.
 
     Raises:
-        ConfigError: a file cannot be read or is not of that form; it names file and line.
+        ConfigError: a file cannot be read or is not of that form; it names the file, and the line
+            or the place in a list.
     """
     return [asked for path in paths for asked in _read_file(path)]
 
 
 def _read_file(path: str) -> list[FromFile]:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")  # a byte order mark is no part of it
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"cannot reserve {path}: {why}") from None
     kind = Path(path).suffix.lower()
     if kind == ".jsonl":
-        lines = enumerate(text.splitlines(), 1)
-        return [_asked(f"{path}, line {at}", line) for at, line in lines if line.strip()]
-    return [_asked(path, text if kind == ".json" else json.dumps(text))]
+        lines = enumerate(text.split("\n"), 1)  # no other character ends a line of JSON
+        named = [(f"{path}, line {at}", line) for at, line in lines if line.strip()]
+        return [_asked(where, _json(where, line)) for where, line in named]
+    value = _json(path, text) if kind == ".json" else text
+    if isinstance(value, list) and value and all(isinstance(item, str | list) for item in value):
+        return [_asked(f"{path}, prompt {at}", item) for at, item in enumerate(value, 1)]
+    return [_asked(path, value)]
 
 
-def _asked(where: str, text: str) -> FromFile:
-    try:
-        value = json.loads(text)
+def _json(where: str, text: str) -> Any:
+    with _named(where):
+        return json.loads(text)
+
+
+def _asked(where: str, value: Any) -> FromFile:
+    with _named(where):
         if not isinstance(value, dict):
             chat = isinstance(value, list) and all(isinstance(item, dict) for item in value)
             value = {"messages" if chat and value else "prompt": value}
         return FromFile(where, parse_reservation(json.dumps(value).encode()))
+
+
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    try:
+        yield
     except (ValueError, RecursionError) as error:  # JSON that is none, and what is refused
         raise ConfigError(f"cannot reserve {where}: {error}") from None
 

@@ -31,7 +31,7 @@ class ServerOptions:
     reserve: tuple[str, ...] = _option(
         (),
         "File whose prompts are computed at the start and stay in the cache: a text, .json (a "
-        "prompt, or messages) or .jsonl (one a line); give it again for more files",
+        "prompt, messages, or a list of either) or .jsonl (one a line); give it again for more",
     )
     admin_key_file: str | None = _option(
         None,
