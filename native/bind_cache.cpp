@@ -34,6 +34,7 @@ using IntList = nb::typed<nb::list, int>;
 // A copy of the ids is read: to make a list may collect garbage, and that may free a table.
 IntList to_list(std::vector<BlockId> blocks) {
   IntList list = nb::steal<IntList>(PyList_New(static_cast<Py_ssize_t>(blocks.size())));
+  if (!list.is_valid()) throw nb::python_error();
   for (size_t i = 0; i < blocks.size(); ++i) {
     PyList_SET_ITEM(list.ptr(), static_cast<Py_ssize_t>(i), PyLong_FromLong(blocks[i]));
   }
@@ -75,21 +76,6 @@ System system_of(const std::string& name) {
   throw ConfigError("system is '" + name + "'; it must be one of hash, radix, paged, off");
 }
 
-// Whole numbers of any iterable.
-std::vector<int64_t> read_numbers(nb::handle iterable, const char* name) {
-  std::vector<int64_t> numbers;
-  for (nb::handle item : nb::tuple(nb::borrow(iterable))) {
-    const nb::object number = nb::steal(PyNumber_Index(item.ptr()));
-    if (!number.is_valid()) throw nb::python_error();
-    int overflow = 0;
-    numbers.push_back(PyLong_AsLongLongAndOverflow(number.ptr(), &overflow));
-    if (overflow != 0) {
-      throw CacheError(std::string(name) + " holds " + nb::str(number).c_str() + ", which is out of range");
-    }
-  }
-  return numbers;
-}
-
 struct PyManager {
   std::shared_ptr<BlockManager> manager;
 
@@ -108,8 +94,7 @@ struct PyManager {
     for (nb::handle item : extra) {
       std::tuple<int64_t, int64_t, nb::bytes> entry;
       if (!nb::try_cast(item, entry)) {
-        throw CacheError(std::string("extra holds ") + nb::repr(item).c_str() +
-                         "; each entry is (start, stop, bytes)");
+        throw CacheError("extra holds " + repr_of(item) + "; each entry is (start, stop, bytes)");
       }
       const auto& [start, stop, content] = entry;
       if (start < 0 || stop <= start) {

@@ -13,9 +13,18 @@ namespace {
 using StepArrays = nb::typed<nb::tuple, Array<int64_t>, Array<int64_t>, Array<int32_t>, Array<int32_t>,
                              Array<int32_t>, Array<int32_t>>;
 
+template <typename T>
+using Iterable = nb::typed<nb::iterable, T>;
+
 // What a forward pass with paged attention needs, from the sequences and tables of one step.
-StepArrays step_arrays(const std::vector<PySequence*>& seqs, const std::vector<PyTable*>& tables,
-                       const std::vector<int64_t>& starts, const std::vector<int64_t>& stops) {
+StepArrays step_arrays(const Iterable<PySequence>& seq_items, const Iterable<PyTable>& table_items,
+                       const Iterable<int64_t>& start_items, const Iterable<int64_t>& stop_items) {
+  const Items<PySequence> held_seqs(seq_items);
+  const Items<PyTable> held_tables(table_items);
+  const std::vector<int64_t> starts = read_numbers(start_items, "starts");
+  const std::vector<int64_t> stops = read_numbers(stop_items, "stops");
+  const std::vector<PySequence*>& seqs = *held_seqs;
+  const std::vector<PyTable*>& tables = *held_tables;
   const size_t count = tables.size();
   if (seqs.size() != count || starts.size() != count || stops.size() != count) {
     throw CacheError("step_arrays needs as many sequences, starts and stops as tables");

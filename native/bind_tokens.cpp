@@ -1,6 +1,7 @@
 #include <Python.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <limits>
 #include <string>
 #include <type_traits>
@@ -29,6 +30,12 @@ inline int64_t small_int(PyObject* item) {
 #endif
 }
 
+// An object that cannot be what is needed says so by a TypeError; any other error is none of ours.
+void forget_type_error() {
+  if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw nb::python_error();
+  PyErr_Clear();
+}
+
 // Each method appends all or nothing, and none after Python code has run in its middle: that code may
 // use the sequence that is appended to.
 class Reader {
@@ -44,12 +51,14 @@ class Reader {
       const nb::object values = source.attr("detach")().attr("cpu")().attr("contiguous")().attr("numpy")();
       if (read_if_buffer(values.ptr())) return;
     }
-    const nb::object items = nb::steal(PySequence_Fast(object, ""));
-    if (!items.is_valid()) {
-      PyErr_Clear();
-      refuse(std::string("are of type ") + nb::type_name(source.type()).c_str() +
-             "; a list, array, bytes, NumPy array or torch tensor is needed");
+    if (PyTuple_CheckExact(object)) return read_items(object);
+    const nb::object iterator = nb::steal(PyObject_GetIter(object));
+    if (!iterator.is_valid()) {
+      forget_type_error();
+      refuse("are of type " + type_of(source) + "; a list, array, bytes, NumPy array or torch tensor is needed");
     }
+    const nb::object items = nb::steal(PySequence_List(iterator.ptr()));
+    if (!items.is_valid()) throw nb::python_error();
     read_items(items.ptr());
   }
 
@@ -77,12 +86,12 @@ class Reader {
   Token from_object(PyObject* item, Py_ssize_t at) const {
     nb::object number = nb::steal(PyNumber_Index(item));  // NumPy scalars too; floats and str refuse
     if (!number.is_valid()) {
-      PyErr_Clear();
-      refuse_item(nb::repr(nb::handle(item)).c_str(), at, "is not a whole number");
+      forget_type_error();
+      refuse_item(repr_of(item), at, "is not a whole number");
     }
     int overflow = 0;
     const long long id = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
-    if (overflow != 0 || id < 0 || id > kMost) refuse_item(nb::str(number).c_str(), at, kOutOfRange);
+    if (overflow != 0 || id < 0 || id > kMost) refuse_item(repr_of(number), at, kOutOfRange);
     return static_cast<Token>(id);
   }
 
@@ -157,9 +166,41 @@ void read_tokens(nb::handle source, std::vector<Token>& out, const char* noun) {
   Reader(out, noun).read(source);
 }
 
+std::vector<int64_t> read_numbers(nb::handle iterable, const char* name) {
+  std::vector<int64_t> numbers;
+  for (nb::handle item : nb::tuple(nb::borrow(iterable))) {
+    const nb::object number = nb::steal(PyNumber_Index(item.ptr()));
+    if (!number.is_valid()) throw nb::python_error();
+    int overflow = 0;
+    numbers.push_back(PyLong_AsLongLongAndOverflow(number.ptr(), &overflow));
+    if (overflow != 0) {
+      throw CacheError(std::string(name) + " holds " + repr_of(number) + ", which is out of range");
+    }
+  }
+  return numbers;
+}
+
+std::string type_of(nb::handle object) { return Py_TYPE(object.ptr())->tp_name; }
+
+std::string repr_of(nb::handle object) {
+  constexpr Py_ssize_t kMostChars = 200;
+  const nb::object whole = nb::steal(PyObject_Repr(object.ptr()));
+  const nb::object start =
+      nb::steal(whole.is_valid() ? PyUnicode_Substring(whole.ptr(), 0, kMostChars) : nullptr);
+  const char* utf8 = start.is_valid() ? PyUnicode_AsUTF8(start.ptr()) : nullptr;
+  if (utf8 != nullptr) return utf8;
+  if (!PyErr_ExceptionMatches(PyExc_Exception)) throw nb::python_error();  // such as an interrupt
+  PyErr_Clear();
+  return "of type " + type_of(object);
+}
+
 Buffer::Buffer(PyObject* object) {
   if (!PyObject_CheckBuffer(object)) return;
   if (PyObject_GetBuffer(object, &view_, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS) != 0) PyErr_Clear();
+  if (view_.obj == nullptr || view_.itemsize < 2) return;
+  if (reinterpret_cast<uintptr_t>(view_.buf) % static_cast<uintptr_t>(view_.itemsize) != 0) {
+    PyBuffer_Release(&view_);  // and so is none
+  }
 }
 
 const char* Buffer::format() const {

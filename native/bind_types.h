@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "block_manager.h"
+#include "read_tokens.h"
 #include "sha256.h"
 
 namespace prefixkv {
@@ -58,9 +59,8 @@ class Items {
         pointers_.push_back(pointer);
         continue;
       }
-      const std::string found = nanobind::type_name(item.type()).c_str();
       const std::string needed = nanobind::type_name(nanobind::type<T>()).c_str();
-      throw nanobind::type_error(("an item is of type " + found + "; " + needed + " is needed").c_str());
+      throw nanobind::type_error(("an item is of type " + type_of(item) + "; " + needed + " is needed").c_str());
     }
   }
   const std::vector<T*>& operator*() const { return pointers_; }

@@ -146,6 +146,8 @@ Sequence::Sequence(std::shared_ptr<const Hasher> hasher, std::optional<std::stri
       extra_(std::move(extra)) {
   // Their order says nothing about the K/V, so it must not enter the hashes.
   std::sort(extra_.begin(), extra_.end());
+  int64_t reach = 0;
+  for (const Extra& extra : extra_) reach_.push_back(reach = std::max(reach, extra.stop));
 }
 
 const Digest* Sequence::digests(int64_t count) {
@@ -198,10 +200,10 @@ bool Sequence::has_extra(int64_t block) const {
 std::vector<ExtraKey> Sequence::content_keys(int64_t block) const {
   const int64_t start = block * hasher_->block_size(), stop = start + hasher_->block_size();
   std::vector<ExtraKey> keys;
-  for (const Extra& extra : extra_) {
-    if (extra.start < stop && extra.stop > start) {
-      keys.push_back({extra.content_hash, "", extra.start - start, true});
-    }
+  // Those before the first that reaches the block, and from the first that begins after it, are skipped.
+  auto extra = extra_.begin() + (std::upper_bound(reach_.begin(), reach_.end(), start) - reach_.begin());
+  for (; extra != extra_.end() && extra->start < stop; ++extra) {
+    if (extra->stop > start) keys.push_back({extra->content_hash, "", extra->start - start, true});
   }
   return keys;
 }

@@ -113,7 +113,8 @@ class Sequence {
   std::shared_ptr<const Hasher> hasher_;
   std::optional<std::string> cache_salt_;
   std::optional<std::string> lora_;
-  std::vector<Extra> extra_;
+  std::vector<Extra> extra_;    // by start
+  std::vector<int64_t> reach_;  // of each and all before it, the furthest stop
   std::vector<Token> tokens_;
   std::vector<Digest> digests_;
 };

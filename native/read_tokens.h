@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 
 #include <span>
+#include <string>
 #include <vector>
 
 #include "hash.h"
@@ -15,10 +16,18 @@ namespace prefixkv {
 // 0 to 2^31 - 1, and `out` is as before then. `noun` is what an error calls one of them.
 void read_tokens(nanobind::handle source, std::vector<Token>& out, const char* noun = "token id");
 
+// Whole numbers of any iterable. Throws CacheError for one beyond 64 bits.
+std::vector<int64_t> read_numbers(nanobind::handle iterable, const char* name);
+
+// How an error calls an object and its type, whatever code of the object's makes of that: its repr, cut
+// short, or its type where that fails.
+std::string repr_of(nanobind::handle object);
+std::string type_of(nanobind::handle object);
+
 // The memory of a Python object in one piece, held while this lives.
 class Buffer {
  public:
-  // It has none if the object's memory is not in one piece.
+  // It has none if the object's memory is not in one piece, or not aligned to its items.
   explicit Buffer(PyObject* object);
   ~Buffer() {
     if (view_.obj != nullptr) PyBuffer_Release(&view_);

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from managers import HASH, Make, admit, fill, shape, state
-from prefixkv.cache import make_cache
+from prefixkv import _core
+from prefixkv.cache import BlockTable, RadixTree, make_cache
 from prefixkv.errors import CacheError, ConfigError, StaleHitError
 
 
@@ -174,12 +175,12 @@ def test_a_block_that_two_sequences_wrote_is_not_cached_for_one_of_them() -> Non
 class Meddler:
     """A token id whose ``__index__`` runs code of ours."""
 
-    def __init__(self, meddle: Callable[[], object]) -> None:
-        self._meddle = meddle
+    def __init__(self, meddle: Callable[[], object], value: int = 7) -> None:
+        self._meddle, self._value = meddle, value
 
     def __index__(self) -> int:
         self._meddle()
-        return 7
+        return self._value
 
 
 def test_a_token_id_may_empty_the_list_that_it_is_read_from() -> None:
@@ -194,6 +195,108 @@ def test_a_token_id_may_append_to_the_sequence_that_it_is_appended_to() -> None:
     seq = make_cache("hash", num_blocks=4).sequence([1])
     seq.append([Meddler(lambda: seq.append(range(1_000_000))), *range(1000, 101_000)])
     assert seq.num_tokens == 1 + 1_000_000 + 100_001
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def interrupted() -> Iterator[int]:
+    yield 1
+    interrupt()
+
+
+@pytest.mark.parametrize(
+    "make_ids", [interrupted, lambda: [Meddler(interrupt)]], ids=["iterator", "item"]
+)
+def test_an_error_while_token_ids_are_read_is_not_hidden(make_ids: Callable[[], object]) -> None:
+    cache, tree = make_cache("hash", num_blocks=4), RadixTree(1)
+    seq, table = cache.sequence([1]), cache.table()
+    cache.allocate(table, 1)
+    calls: list[Callable[[Any], object]] = [
+        seq.append,
+        cache.sequence,
+        tree.match,
+        lambda ids: cache.allocate_many([table], ids),
+        lambda ids: cache.commit_many([table], [seq], ids),
+        lambda ids: tree.insert([1], ids),
+    ]
+    for call in calls:
+        with pytest.raises(KeyboardInterrupt):
+            call(make_ids())
+    assert (seq.num_tokens, table.num_computed_tokens, tree.evictable_size) == (1, 0, 0)
+
+
+class Shown:
+    """What an error that names it finds instead of a text."""
+
+    def __init__(self, text: str | None) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        if self._text is None:
+            raise ValueError("no text")
+        return self._text
+
+
+UNSHOWABLE: dict[str, tuple[object, str]] = {
+    "no text": (Shown(None), "of type Shown"),
+    "half a character": (Shown("\ud800"), "of type Shown"),
+    "more digits than Python shows": (10**5000, "of type int"),
+    "far too much": (Shown("x" * 1_000_000), "x{200}(?!x)"),
+}
+
+
+@pytest.mark.parametrize("name", UNSHOWABLE)
+def test_what_cannot_be_shown_is_refused_all_the_same(name: str) -> None:
+    bad, shown = UNSHOWABLE[name]
+    cache = make_cache("hash", num_blocks=4)
+    with pytest.raises(CacheError, match=shown):
+        cache.sequence([bad])
+    with pytest.raises(CacheError, match=shown):
+        cache.sequence([1], extra=[bad])
+
+
+class MadeOnReading:
+    """Items that nobody holds once the next is read."""
+
+    def __init__(self, make: Callable[[], object], count: int) -> None:
+        self._make, self._count = make, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> object:
+        if index >= self._count:
+            raise IndexError
+        return self._make()
+
+
+def test_the_arrays_of_a_step_hold_what_they_are_made_of() -> None:
+    cache = make_cache("hash", num_blocks=100)
+
+    def table() -> BlockTable:
+        made = cache.table()
+        cache.allocate(made, 32)
+        return made
+
+    tables = MadeOnReading(table, 20)
+    seqs = MadeOnReading(lambda: cache.sequence(range(32)), 20)
+    arrays = _core.step_arrays(seqs, tables, [0] * 20, [32] * 20)
+    assert arrays[0].tolist() == [*range(32)] * 20
+    assert arrays[5].tolist() == list(range(40))
+
+
+def test_a_number_may_empty_the_lists_of_a_step() -> None:
+    cache = make_cache("hash", num_blocks=100)
+    tables, seqs = [cache.table() for _ in range(20)], [cache.sequence([7]) for _ in range(20)]
+    for table in tables:
+        cache.allocate(table, 1)
+    del table
+    start = Meddler(lambda: (tables.clear(), seqs.clear()), 0)
+    arrays = _core.step_arrays(seqs, tables, [start] * 20, [1] * 20)
+    assert arrays[0].tolist() == [7] * 20
+    assert arrays[5].tolist() == list(range(20))
 
 
 def test_owners_of_freed_tables_take_no_memory() -> None:
@@ -224,7 +327,7 @@ def test_a_token_id_that_fails_after_it_used_the_sequence_poisons_nothing(algori
         cache.lookup(seq)
         raise ValueError("no token")
 
-    with pytest.raises(CacheError):
+    with pytest.raises(ValueError, match="no token"):
         seq.append([Meddler(meddle)])
     assert seq.num_tokens == 12
     table = cache.table()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ GOLDEN = {  # vLLM 0.33: tokens 0..39, block size 16; the first 8 bytes of block
     ("sha256", "tenant-a"): ["255b152c89e76327"],
 }
 TOKENS = list(range(40))
+POOL = 1 << 14
 
 
 @pytest.fixture(params=MANAGERS, ids=lambda param: "-".join(param))
@@ -111,6 +113,9 @@ FORMS: dict[str, Callable[[list[int]], Any]] = {
     "numpy int32": lambda tokens: np.array(tokens, np.int32),
     "numpy int64": lambda tokens: np.array(tokens, np.int64),
     "numpy strided": lambda tokens: np.repeat(np.array(tokens, np.int64), 2)[::2],
+    "numpy unaligned": lambda tokens: np.frombuffer(
+        b"-" + np.array(tokens, np.int32).tobytes(), np.int32, offset=1
+    ),
 }
 
 
@@ -214,3 +219,81 @@ def test_the_order_in_which_extras_are_listed_says_nothing(algorithm: str) -> No
     cache.commit(table, mine, 13)
     assert mine.shared_prefix(other) == 13
     assert cache.lookup(other).num_tokens == 12
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 4])
+def test_native_and_twin_find_the_extras_of_a_block_alike(block_size: int) -> None:
+    """Nested, overlapping and equal ones, and such as reach over many blocks."""
+    rng = random.Random(block_size)
+    for _ in range(50):
+        starts = [rng.randrange(45) for _ in range(rng.randint(1, 8))]
+        extras = [(s, s + rng.choice([1, 2, 5, 30]), bytes([rng.randrange(3)])) for s in starts]
+        hashes = [
+            block_hashes(cache, cache.sequence(TOKENS, extra=extras))
+            for cache in (
+                make(num_blocks=64, block_size=block_size, hash_algorithm="sha256_cbor")
+                for make in MAKERS.values()
+            )
+        ]
+        assert hashes[0] == hashes[1]
+
+
+def best_time(call: Callable[[], object], rounds: int = 7) -> float:
+    """CPU time in seconds."""
+    times = []
+    for _ in range(rounds):
+        start = time.thread_time()
+        call()
+        times.append(time.thread_time() - start)
+    return min(times)
+
+
+def test_the_cost_of_extras_grows_with_their_number_and_no_faster() -> None:
+    def cost(count: int) -> float:
+        cache = make_cache("hash", num_blocks=count, block_size=4)
+        extras = [(4 * i, 4 * i + 4, b"frame") for i in range(count)]
+        seq = cache.sequence([1] * (4 * count), extra=extras)
+        table = cache.table()
+        cache.allocate(table, 4 * count)
+        cache.commit(table, seq, 4 * count)
+        return best_time(lambda: cache.lookup(seq))
+
+    assert cost(16_000) <= 40 * cost(1000)  # 256 times, if each block looked at each extra
+
+
+@pytest.fixture(scope="module")
+def low_words() -> list[int]:
+    """Of the SHA-256 of each block of one token: its first 8 bytes."""
+    words = []
+    for start in range(0, 1 << 17, POOL):
+        cache = cache_of(range(start, start + POOL))
+        hashes = [cache.block(i).block_hash for i in range(POOL)]
+        words += [int.from_bytes(h[:8], "little") for h in hashes]
+    return words
+
+
+def cache_of(tokens: Iterable[int]) -> Any:
+    cache = make_cache("hash", num_blocks=POOL, block_size=1, hash_algorithm="sha256_cbor")
+    for token in tokens:
+        seq, table = cache.sequence([token]), cache.table()
+        cache.allocate(table, 1)
+        cache.commit(table, seq, 1)
+        cache.free(table)
+    return cache
+
+
+@pytest.mark.parametrize(
+    "tag", [lambda word: word, lambda word: word ^ word >> 32], ids=["plain", "folded"]
+)
+def test_nobody_can_choose_blocks_that_crowd_the_table(
+    low_words: list[int], tag: Callable[[int], int]
+) -> None:
+    """SHA-256 has no seed, so the place in a table must not follow from it alone."""
+    crowd = [token for token, word in enumerate(low_words) if not tag(word) >> 12 & 15]
+
+    def cost(tokens: list[int]) -> float:
+        cache = cache_of(tokens)
+        seqs = [cache.sequence([token, 0]) for token in tokens]
+        return best_time(lambda: [cache.lookup(seq) for seq in seqs])
+
+    assert cost(crowd) <= 2 * cost(list(range(len(crowd))))

@@ -1,6 +1,6 @@
 """Native core of prefixkv."""
 
-from collections.abc import Iterable, Sequence as _Sequence
+from collections.abc import Iterable
 import enum
 from typing import Annotated
 
@@ -279,7 +279,7 @@ class BlockManager:
     def block_size(self) -> int:
         """Tokens a block."""
 
-def step_arrays(seqs: _Sequence[Sequence], tables: _Sequence[BlockTable], starts: _Sequence[int], stops: _Sequence[int]) -> tuple[Annotated[NDArray[numpy.int64], dict(shape=(None,))], Annotated[NDArray[numpy.int64], dict(shape=(None,))], Annotated[NDArray[numpy.int32], dict(shape=(None,))], Annotated[NDArray[numpy.int32], dict(shape=(None,))], Annotated[NDArray[numpy.int32], dict(shape=(None,))], Annotated[NDArray[numpy.int32], dict(shape=(None,))]]:
+def step_arrays(seqs: Iterable[Sequence], tables: Iterable[BlockTable], starts: Iterable[int], stops: Iterable[int]) -> tuple[Annotated[NDArray[numpy.int64], dict(shape=(None,))], Annotated[NDArray[numpy.int64], dict(shape=(None,))], Annotated[NDArray[numpy.int32], dict(shape=(None,))], Annotated[NDArray[numpy.int32], dict(shape=(None,))], Annotated[NDArray[numpy.int32], dict(shape=(None,))], Annotated[NDArray[numpy.int32], dict(shape=(None,))]]:
     """
     Arrays of one step that computes tokens [start, stop) of each of S sequences, T in all: token_ids [T] and positions [T] (int64); query_start [S+1], num_computed [S], table_start [S+1] and block_ids (int32).
     """
