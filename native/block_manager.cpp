@@ -121,7 +121,7 @@ std::unique_ptr<BlockTable> BlockManager::table(const std::optional<std::string>
   auto table = std::make_unique<BlockTable>();
   table->group = group;
   if (owner) table->owner = owners_.add(*owner);
-  list(table);
+  list(*table);
   return table;
 }
 
@@ -130,7 +130,8 @@ std::unique_ptr<BlockTable> BlockManager::fork(const BlockTable& table) {
   auto child = std::make_unique<BlockTable>(table);
   child->owns_leaf = false;
   owners_.add(child->owner);
-  hold(list(child), table);
+  hold(*child, table);
+  list(*child);
   return child;
 }
 
@@ -152,14 +153,14 @@ std::optional<Grant> BlockManager::allocate_checked(BlockTable& table, int64_t n
   for (int64_t i = first; writes && i < num_have; ++i) need += pool_.ref_cnt(have[i]) > own;
   if (need > num_free_blocks() - num_free_in_hit) return std::nullopt;
 
+  Grant grant;
+  grant.new_blocks.reserve(need);  // before anything changes, because there may be no memory for it
   if (hit != nullptr) {
     take_hit(table, *hit);
     table.num_computed_tokens = computed;
     table.seq = hit->seq;
   }
   evict(need);
-  Grant grant;
-  grant.new_blocks.reserve(need);
   for (int64_t i = 0; i < need; ++i) {
     const BlockId block = pool_.front();
     pool_.touch(block);
@@ -219,16 +220,15 @@ void BlockManager::give_back(BlockTable& table) {
   table.blocks.clear();
   table.seq.reset();
   table.freed = true;
-  owners_.drop(table.owner);
   tables_[table.index] = tables_.back();
   tables_[table.index]->index = table.index;
   tables_.pop_back();
+  owners_.drop(table.owner);
 }
 
-BlockTable& BlockManager::list(std::unique_ptr<BlockTable>& table) {
-  table->index = tables_.size();
-  tables_.push_back(table.get());
-  return *table;
+void BlockManager::list(BlockTable& table) {
+  table.index = tables_.size();
+  tables_.push_back(&table);
 }
 
 void BlockManager::hold(BlockTable& copy, const BlockTable&) {
@@ -298,20 +298,20 @@ Pin BlockManager::reserve(const BlockTable& table, int64_t num_tokens) {
   pin->blocks.assign(table.blocks.begin(), table.blocks.begin() + blocks_for(pin->num_tokens));
   pin->seq = table.seq;
   pin->group = table.group;
-  hold(list(pin), table);
-  reserved(*pin);
-  const Pin made{++last_pin_, pin->num_tokens, pin->blocks, pin->group};
-  pins_.emplace(made.id, std::move(pin));
+  Pin made{++last_pin_, pin->num_tokens, pin->blocks, pin->group};
+  hold(*pin, table);
+  BlockTable& kept = *pins_.emplace(made.id, std::move(pin)).first->second;
+  list(kept);
+  reserved(kept);
   return made;
 }
 
 void BlockManager::release(const Pin& pin) {
   const auto found = pins_.find(pin.id);
   if (found == pins_.end()) throw CacheError("the pin was released already");
-  const std::unique_ptr<BlockTable> table = std::move(found->second);
+  released(*found->second);
+  give_back(*found->second);
   pins_.erase(found);
-  released(*table);
-  give_back(*table);
 }
 
 // ---- the whole cache ----

@@ -121,7 +121,7 @@ class BlockManager {
                     int64_t num_known) const;
   void check_reserve(const BlockTable& table, int64_t num_tokens) const;
   void check_tables() const;
-  BlockTable& list(std::unique_ptr<BlockTable>& table);
+  void list(BlockTable& table);  // after all that may throw: what is listed must live until it is given back
   void give_back(BlockTable& table);
   std::optional<Grant> allocate_checked(BlockTable& table, int64_t num_tokens, const Hit* hit,
                                         int64_t num_free_in_hit);

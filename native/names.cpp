@@ -3,18 +3,20 @@
 namespace prefixkv {
 
 int32_t Names::add(const std::string& name) {
-  int32_t id = unused_.empty() ? static_cast<int32_t>(entries_.size()) : unused_.back();
-  const auto [it, added] = ids_.try_emplace(name, id);
-  if (!added) {
-    id = it->second;
-  } else if (unused_.empty()) {
-    entries_.push_back({&it->first, 0});
-  } else {
-    unused_.pop_back();
-    entries_[id].name = &it->first;
+  if (unused_.empty()) {
+    // Room for all to be unused, so that to drop a name needs no memory.
+    if (entries_.size() == entries_.capacity()) entries_.reserve(2 * entries_.size() + 1);
+    unused_.reserve(entries_.capacity());
+    unused_.push_back(static_cast<int32_t>(entries_.size()));
+    entries_.emplace_back();
   }
-  count(id, 1);
-  return id;
+  const auto [it, added] = ids_.try_emplace(name, unused_.back());
+  if (added) {
+    unused_.pop_back();
+    entries_[it->second].name = &it->first;
+  }
+  count(it->second, 1);
+  return it->second;
 }
 
 void Names::drop(int32_t id) {
