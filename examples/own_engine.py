@@ -1,15 +1,14 @@
 """An engine of your own: transformers (5.24 or newer) computes, prefixkv.cache shares prefixes.
 
-    python examples/own_engine.py [hash|radix|paged]
+    python examples/own_engine.py [hash|radix|paged]    # needs prefixkv[engine]
 
 The K/V of all requests lies in blocks of one tensor. The cache says which of them a request reads
 and writes, what is in them already, and what to give up when there is no room.
 """
 
 import sys
-from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from itertools import takewhile
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
@@ -27,7 +26,7 @@ class Request:
 
 
 class Engine:
-    def __init__(self, model: Any, system: str, num_blocks: int = 256, block_size: int = 16):
+    def __init__(self, model, system: str, num_blocks: int = 256, block_size: int = 16) -> None:
         self.model, config = model, model.config
         self.cache = make_cache(system, num_blocks=num_blocks, block_size=block_size)
         head_size = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
@@ -36,16 +35,16 @@ class Engine:
 
     def generate(self, prompts: list[list[int]], max_tokens: int) -> list[Request]:
         """Greedy continuations of prompts, which run together as far as there is room."""
-        waiting, requests, running = deque(prompts), list[Request](), list[Request]()
-        while waiting or running:
-            while waiting and (request := self.admit(waiting[0], max_tokens)):
-                waiting.popleft()
-                requests.append(request)
+        requests, running = list[Request](), list[Request]()
+        while running or len(requests) < len(prompts):
+            admitted = (self.admit(prompt, max_tokens) for prompt in prompts[len(requests) :])
+            requests += takewhile(bool, admitted)
             running = [request for request in requests if request.table.blocks]
-            if waiting and not running:
+            if not running and len(requests) < len(prompts):
                 raise MemoryError("a request needs more blocks than there are")
             for request in running:
-                if len(request.tokens) < request.table.num_tokens:
+                is_full = len(request.tokens) == request.table.num_tokens
+                if not is_full and request.tokens[-1] != self.model.config.eos_token_id:
                     self.step(request)
                 else:
                     self.cache.free(request.table)  # stays cached until its room is needed
@@ -69,8 +68,7 @@ class Engine:
         """Compute the tokens that have no K/V yet; the likeliest next token follows."""
         table, size, past = request.table, self.cache.block_size, DynamicCache()
         start, stop = table.num_computed_tokens, len(request.tokens)
-        position = torch.arange(stop)
-        slots = torch.tensor(table.blocks)[position // size] * size + position % size
+        slots = (torch.tensor(table.blocks)[:, None] * size + torch.arange(size)).flatten()[:stop]
         layers = self.kv.flatten(2, 3)  # [layer, key or value, slot, head, head size]
         for layer, kv in enumerate(layers):
             past.update(*kv[:, slots[:start]].transpose(1, 2)[:, None], layer)
@@ -89,9 +87,11 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(directory)
     document = tokenizer.encode("The fox is red. The hen is white. The cat is black. " * 8)
     if system == "paged":  # where only what is reserved is found
-        engine.cache.reserve(engine.admit(document, 1).table, len(document))
-    questions = [tokenizer.encode(f"The {animal} is") for animal in ("fox", "hen", "cat")]
-    for request in engine.generate([document + question for question in questions], 3):
+        first = engine.admit(document, 1)
+        engine.cache.reserve(first.table, len(document))
+        engine.cache.free(first.table)
+    asked = [document + tokenizer.encode(f"The {animal} is") for animal in ("fox", "hen", "cat")]
+    for request in engine.generate(asked, 3):
         print(request.num_cached_tokens, "tokens cached:", tokenizer.decode(request.tokens[-6:]))
 
 

@@ -136,7 +136,10 @@ class TestMistakes:
             (["generate", "x", "--num-blocks", "few"], "--num-blocks"),
             (["generate", "one", "two"], "two"),
             (["generate", "x", "--num-blocks", "0"], "--num-blocks is 0"),
-            (["generate", "x", "--block-size", "5000"], "--block-size is 5000; at most 1024"),
+            (
+                ["generate", "x", "--block-size", "5000"],
+                "--block-size is 5000; it must be a whole number, from 1 to 1024",
+            ),
             (["generate", "x", "--kv-cache-memory", "much"], "--kv-cache-memory is 'much'"),
             (
                 ["chat", "--num-blocks", "5", "--kv-cache-memory", "1GB"],

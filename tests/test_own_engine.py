@@ -46,7 +46,6 @@ def continued(plain: Any, prompt: list[int]) -> list[int]:
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
         max_new_tokens=NEW_TOKENS,
         do_sample=False,
-        eos_token_id=None,
         pad_token_id=0,
     )[0].tolist()
     return tokens
@@ -83,7 +82,9 @@ def test_requests_that_run_together_share(
 
 def test_paged_shares_what_is_reserved_to_the_token(example: ModuleType, plain: Any) -> None:
     engine = example.Engine(plain, "paged", 100, 4)
-    engine.cache.reserve(engine.admit(prompts()[3], 1).table, 42)
+    first = engine.admit(prompts()[3], 1)
+    engine.cache.reserve(first.table, 42)
+    engine.cache.free(first.table)
     requests = engine.generate(prompts(), NEW_TOKENS)
     assert [request.tokens for request in requests] == [continued(plain, p) for p in prompts()]
     assert [request.num_cached_tokens for request in requests] == [42, 42, 42, 41, 20, 0]

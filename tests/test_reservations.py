@@ -225,6 +225,7 @@ class TestHTTP:
             ({"prompt": [-1] * BLOCK_SIZE}, "prompt"),
             ({"prompt": [5] * 2000}, "prompt"),
             ({"messages": []}, "messages"),
+            ({"messages": SYSTEM * 9}, "messages"),
             ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
             ({"prompt": "a", "max_tokens": 5}, "max_tokens"),
             ({"prompt": "a", "cache_salt": ""}, "cache_salt"),

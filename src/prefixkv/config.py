@@ -84,23 +84,23 @@ class EngineOptions:
                 raise ConfigError(
                     f"{item.name} is {value!r}; it must be one of {', '.join(choices)}"
                 )
-        self._at_least("block_size", 1)
-        if self.block_size > MAX_BLOCK_SIZE:
-            raise ConfigError(f"block_size is {self.block_size}; at most {MAX_BLOCK_SIZE}")
-        for name in ("threads", "num_blocks", "max_model_len", "max_num_seqs", "token_budget"):
+        self._whole("block_size", MAX_BLOCK_SIZE)
+        if self.threads is not None:
+            self._whole("threads", MAX_THREADS)
+        for name in ("num_blocks", "max_model_len", "max_num_seqs", "token_budget"):
             if getattr(self, name) is not None:
-                self._at_least(name, 1)
-        if self.threads is not None and self.threads > MAX_THREADS:
-            raise ConfigError(f"threads is {self.threads}; at most {MAX_THREADS}")
+                self._whole(name)
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise ConfigError("num_blocks and kv_cache_memory both size the pool; give one of them")
         if self.kv_cache_memory is not None:
             parse_memory(self.kv_cache_memory, free=1)
 
-    def _at_least(self, name: str, low: int) -> None:
+    def _whole(self, name: str, most: int | None = None) -> None:
         value = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            raise ConfigError(f"{name} is {value!r}; it must be a whole number, {low} or more")
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if not (whole and value >= 1 and (most is None or value <= most)):
+            limit = "1 or more" if most is None else f"from 1 to {most}"
+            raise ConfigError(f"{name} is {value!r}; it must be a whole number, {limit}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ from prefixkv._core import (
     Pin,
     RadixTree,
     Sequence,
+    step_arrays,
 )
 from prefixkv.cache.manager import CacheManager, make_cache
 
@@ -37,4 +38,5 @@ __all__ = [
     "RadixTree",
     "Sequence",
     "make_cache",
+    "step_arrays",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prefixkv import _core
+from prefixkv.cache import step_arrays
 from prefixkv.engine.scheduler import Step
 from prefixkv.model.attention import PagedAttention, StepLayout
 from prefixkv.model.llama import Llama
@@ -25,7 +25,7 @@ class Runner:
             float32 [R, vocab]: each work's ``num_logits`` last rows, work after work.
         """
         self.attention.copy_blocks(step.copies)
-        token_ids, positions, query_start, num_computed, table_start, block_ids = _core.step_arrays(
+        token_ids, positions, query_start, num_computed, table_start, block_ids = step_arrays(
             [work.request.seq for work in step.work],
             [work.table for work in step.work],
             [work.start for work in step.work],

@@ -77,7 +77,8 @@ async def reserved(serving: Serving, body: ReservationRequest, request_id: str) 
         RequestError: it cannot be served, or there is no room for it.
         EngineError: the engine failed or stopped.
     """
-    if body.prompt is None:
+    is_chat = body.prompt is None
+    if is_chat:
         prompt = await serving.prompts.chat_prefix(body.messages)
     else:
         prompts = await serving.prompts.completion(body.prompt)
@@ -86,7 +87,14 @@ async def reserved(serving: Serving, body: ReservationRequest, request_id: str) 
                 f"prompt holds {len(prompts)} prompts; reserve one at a time", param="prompt"
             )
         prompt = prompts[0]
-    return await serving.engine.reserve(prompt, request_id=request_id, cache_salt=body.cache_salt)
+    try:
+        return await serving.engine.reserve(
+            prompt, request_id=request_id, cache_salt=body.cache_salt
+        )
+    except RequestError as error:
+        if is_chat and error.param == "prompt":  # which the sender has not sent
+            error.param = "messages"
+        raise
 
 
 @dataclass(frozen=True, slots=True)
