@@ -129,7 +129,7 @@ class Reader {
     out_.insert(out_.end(), from, from + count);
   }
 
-  void read_buffer(const Buffer& buffer) {
+  void read_buffer(const ObjectBuffer& buffer) {
     const Py_buffer& view = *buffer;
     const char* format = buffer.format();
     if (view.ndim != 1) refuse("have " + std::to_string(view.ndim) + " dimensions; one is needed");
@@ -151,7 +151,7 @@ class Reader {
 
   // False if it has no buffer in one piece; those in strides are read item by item.
   bool read_if_buffer(PyObject* object) {
-    const Buffer buffer(object);
+    const ObjectBuffer buffer(object);
     if (buffer) read_buffer(buffer);
     return static_cast<bool>(buffer);
   }
@@ -194,7 +194,7 @@ std::string repr_of(nb::handle object) {
   return "of type " + type_of(object);
 }
 
-Buffer::Buffer(PyObject* object) {
+ObjectBuffer::ObjectBuffer(PyObject* object) {
   if (!PyObject_CheckBuffer(object)) return;
   if (PyObject_GetBuffer(object, &view_, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS) != 0) PyErr_Clear();
   if (view_.obj == nullptr || view_.itemsize < 2) return;
@@ -203,7 +203,7 @@ Buffer::Buffer(PyObject* object) {
   }
 }
 
-const char* Buffer::format() const {
+const char* ObjectBuffer::format() const {
   const char* format = view_.format == nullptr ? "B" : view_.format;
   return format + (*format == '@' || *format == '=' || *format == '<');
 }

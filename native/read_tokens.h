@@ -25,15 +25,15 @@ std::string repr_of(nanobind::handle object);
 std::string type_of(nanobind::handle object);
 
 // The memory of a Python object in one piece, held while this lives.
-class Buffer {
+class ObjectBuffer {
  public:
   // It has none if the object's memory is not in one piece, or not aligned to its items.
-  explicit Buffer(PyObject* object);
-  ~Buffer() {
+  explicit ObjectBuffer(PyObject* object);
+  ~ObjectBuffer() {
     if (view_.obj != nullptr) PyBuffer_Release(&view_);
   }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
+  ObjectBuffer(const ObjectBuffer&) = delete;
+  ObjectBuffer& operator=(const ObjectBuffer&) = delete;
 
   explicit operator bool() const { return view_.obj != nullptr; }
   const Py_buffer& operator*() const { return view_; }
@@ -51,7 +51,7 @@ class TokenView {
   std::span<const Token> operator*() const { return tokens_; }
 
  private:
-  Buffer buffer_;
+  ObjectBuffer buffer_;
   std::vector<Token> copied_;
   std::span<const Token> tokens_;
 };
