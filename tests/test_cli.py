@@ -295,6 +295,14 @@ class TestServe:
                 own = usage.prompt_tokens - (usage.prompt_tokens_details.cached_tokens or 0)
                 assert own <= len(" And") + 1
 
+    def test_a_file_that_is_called_like_an_option_keeps_its_name(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        path = tmp_path / "max_model_len.txt"
+        path.touch()
+        assert main(["serve", "--reserve", str(path)]) == 1
+        assert f"cannot reserve {path}: it is empty" in capsys.readouterr().err
+
     def test_what_cannot_be_reserved_ends_it_in_one_line(self, model: Path, tmp_path: Path) -> None:
         (tmp_path / "long.jsonl").write_text(f'"{PROMPT}"\n"{PROMPT * 40}"\n')
         port = ("--port", "0", "--max-model-len", "256")

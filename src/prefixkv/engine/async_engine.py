@@ -7,14 +7,14 @@ import itertools
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from prefixkv.config import EngineOptions
 from prefixkv.engine.engine import Engine, EngineStats, Progress
 from prefixkv.engine.reservations import reservation_of
-from prefixkv.errors import EngineError, PrefixKVError
+from prefixkv.errors import EngineError, PrefixKVError, RequestError
 from prefixkv.request import RequestOutput, Reservation, SamplingParams
 
 T = TypeVar("T")
@@ -27,6 +27,7 @@ class _Stream:
         self.request_id = request_id
         self.loop = asyncio.get_running_loop()
         self.items: asyncio.Queue[RequestOutput | PrefixKVError] = asyncio.Queue()
+        self.reservation: Reservation | None = None  # what came of it; the engine thread's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +136,8 @@ class AsyncEngine:
         self, prompt: list[int], *, request_id: str | None = None, cache_salt: str | None = None
     ) -> Reservation:
         """Compute a prompt and hold its K/V until ``release``, as ``LLM.reserve`` does.
+
+        Cancelling the task that waits on it aborts it: nothing is reserved.
 
         Raises:
             RequestError, ContextLengthError: it cannot be served, or too few blocks would be left.
@@ -253,6 +256,9 @@ class AsyncEngine:
             aborted = self.engine.abort(stream.request_id)
             if aborted is not None:
                 self._deliver([aborted])
+        elif stream.reservation is not None:  # made, but whoever waited had gone
+            with suppress(RequestError):  # others can release it too
+                self.engine.release(stream.reservation.id)
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput]]] = {}
@@ -260,6 +266,7 @@ class AsyncEngine:
             stream = self._streams[output.request_id]
             if output.finished:
                 del self._streams[output.request_id]
+                stream.reservation = output.reservation
             by_loop.setdefault(stream.loop, []).append((stream, output))
         for loop, items in by_loop.items():
             _post(loop, _put_all, items)

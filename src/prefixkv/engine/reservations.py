@@ -6,7 +6,7 @@ from collections import Counter
 
 from prefixkv.cache import CacheManager, Pin, Sequence
 from prefixkv.engine.request_state import RequestState
-from prefixkv.errors import EngineError, RequestError
+from prefixkv.errors import EngineError, RequestError, brief
 from prefixkv.request import RequestOutput, Reservation
 
 
@@ -42,7 +42,10 @@ class Reservations:
                 left; or the id is that of another reservation.
         """
         if request_id in self._pins:
-            raise RequestError(f"reservation id {request_id!r} is in use", param="request_id")
+            raise RequestError(
+                f"reservation id {request_id!r} is in use; release that or choose another",
+                param="request_id",
+            )
         if self._prefix_cache == "off":
             raise RequestError(
                 "the prefix cache is off, so nothing can be reserved; choose another prefix_cache"
@@ -90,7 +93,7 @@ class Reservations:
         """
         if reservation_id not in self._pins:
             raise RequestError(
-                f"there is no reservation {reservation_id!r}", code="reservation_not_found"
+                f"there is no reservation {brief(reservation_id)}", code="reservation_not_found"
             )
         reservation, pin = self._pins.pop(reservation_id)
         for block in pin.blocks:

@@ -60,7 +60,7 @@ class Prompts:
         size = sum(len(text) + _TEXT_CHARS for message in messages for text in message.values())
         return await _in_thread_if_long(
             size,
-            lambda: self._encode(self._tokenizer.render_chat(messages), add_special_tokens=False),
+            lambda: self._encode_chat(self._tokenizer.render_chat(messages)),
         )
 
     async def chat_prefix(self, messages: list[dict[str, str]]) -> list[int]:
@@ -68,9 +68,12 @@ class Prompts:
 
         Raises:
             RequestError: the model has no chat template, or its template refuses the messages.
+            ContextLengthError: its text is so long that no tokens could make it fit.
         """
         size = sum(len(text) + _TEXT_CHARS for message in messages for text in message.values())
-        return await _in_thread_if_long(size, lambda: self._tokenizer.chat_prefix(messages))
+        return await _in_thread_if_long(
+            size, lambda: self._tokenizer.chat_prefix(messages, self._encode_chat)
+        )
 
     def _check_length(self, ids: list[int]) -> None:
         room = self._max_model_len - 1
@@ -87,6 +90,9 @@ class Prompts:
                 f"the {self._max_model_len} tokens that fit here"
             )
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _encode_chat(self, text: str) -> list[int]:
+        return self._encode(text, add_special_tokens=False)
 
 
 def _as_list(prompt: Any) -> list[str | list[int]]:
