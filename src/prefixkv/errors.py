@@ -15,8 +15,9 @@ from typing import Any
 
 
 def brief(value: Any) -> str:
-    """A value as messages show it: its ``repr``, with the middle of what is long left out."""
+    """A value as messages show it: its ``repr``, with what is long or deep in it left out."""
     short = reprlib.Repr()
+    short.maxlevel = 2
     short.maxstring = short.maxother = short.maxlong = 80
     return short.repr(value)
 
