@@ -175,7 +175,7 @@ class TestMistakes:
             [sys.executable, "-c", code], capture_output=True, text=True, check=False
         )
         assert done.returncode == 1
-        assert "pip install 'prefixkv[engine]', or '.[engine]' in a checkout" in done.stderr
+        assert "pip install '.[engine]' in a checkout, or 'prefixkv[engine]'" in done.stderr
         assert done.stderr.count("\n") == 1
 
     def test_a_missing_extra_is_named_to_a_program_too(self) -> None:
@@ -188,8 +188,8 @@ class TestMistakes:
             [sys.executable, "-c", code], capture_output=True, text=True, check=False
         )
         assert done.stdout.strip() == (
-            "LLM needs torch and more: pip install 'prefixkv[engine]', or '.[engine]' in a "
-            "checkout | torch"
+            "LLM needs torch and more: pip install '.[engine]' in a checkout, or "
+            "'prefixkv[engine]' | torch"
         )
 
 
@@ -297,6 +297,14 @@ class TestServe:
                 assert usage.prompt_tokens_details is not None
                 own = usage.prompt_tokens - (usage.prompt_tokens_details.cached_tokens or 0)
                 assert own <= len(" And") + 1
+
+    def test_a_file_that_is_called_like_an_option_keeps_its_name(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        path = tmp_path / "max_model_len.txt"
+        path.touch()
+        assert main(["serve", "--reserve", str(path)]) == 1
+        assert f"cannot reserve {path}: it is empty" in capsys.readouterr().err
 
     def test_what_cannot_be_reserved_ends_it_in_one_line(self, model: Path, tmp_path: Path) -> None:
         (tmp_path / "long.jsonl").write_text(f'"{PROMPT}"\n"{PROMPT * 40}"\n')

@@ -22,7 +22,9 @@ from live_server import BLOCK_SIZE, DEADLINE, LiveServer, eventually, running
 from prefixkv import LLM, Reservation, SamplingParams
 from prefixkv.engine.scheduler import Step
 from prefixkv.errors import ConfigError, ContextLengthError, EngineError, RequestError
-from prefixkv.server.reservations import admin_key, read_files
+from prefixkv.server.reservations import admin_key, read_files, reserve_file
+from prefixkv.server.serving import Serving
+from prefixkv.server.settings import ServerOptions
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 DOCUMENT = list(range(10, 110))
@@ -243,7 +245,7 @@ class TestHTTP:
         messages = [{"role": "system", "content": "x" * 100_000}]
         answer = keyed.post("/v1/reservations", messages=messages)
         assert answer.json()["error"]["code"] == "context_length_exceeded"
-        assert "100000 characters" in answer.json()["error"]["message"]
+        assert "characters; more than" in answer.json()["error"]["message"]
 
     def test_the_pool_cannot_be_filled(self, keyed: LiveServer) -> None:
         made, answers = [], []
@@ -360,6 +362,52 @@ def test_files_of_every_kind(tmp_path: Path) -> None:
     ]
 
 
+def test_a_text_is_taken_as_it_stands(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\n")
+    (asked,) = read_files((str(tmp_path / "a.txt"),))
+    assert asked.body.prompt == "one\r\ntwo\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.txt", "text"), ("a.json", '"text"'), ("a.jsonl", '"text"\r\n\r\n')]
+)
+def test_a_mark_of_the_byte_order_is_no_part_of_it(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8-sig", newline="")
+    assert [it.body.prompt for it in read_files((str(tmp_path / name),))] == ["text"]
+
+
+def test_a_line_of_json_may_hold_other_ends_of_lines(tmp_path: Path) -> None:
+    texts = ["a\u2028b", "a\x85b"]
+    lines = [json.dumps(text, ensure_ascii=False) for text in texts]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    assert [it.body.prompt for it in read_files((str(tmp_path / "a.jsonl"),))] == texts
+
+
+def test_a_name_that_is_no_text_becomes_an_id_that_is(tmp_path: Path) -> None:
+    path = str(tmp_path / "a\udcff.txt")
+    try:
+        Path(path).write_text("text")
+    except (OSError, UnicodeEncodeError):
+        pytest.skip("the file system takes no such names")
+    (asked,) = read_files((path,))
+    assert asked.where.endswith("a\\udcff.txt")
+
+
+def test_a_file_named_twice_is_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.txt")
+    Path(path).write_text("text")
+    with pytest.raises(ConfigError, match=r"names .*a\.txt twice"):
+        read_files((path, path))
+
+
+def test_a_file_for_another_model_is_refused(server: LiveServer, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"prompt": "text", "model": "other"}')
+    (asked,) = read_files((str(tmp_path / "a.json"),))
+    serving = Serving.of(server.engine, ServerOptions(), 0, None)
+    with pytest.raises(ConfigError, match=r"a\.json: model 'other' is not served here"):
+        asyncio.run(reserve_file(serving, asked))
+
+
 @pytest.mark.parametrize(
     ("content", "prompts"),
     [
@@ -400,6 +448,10 @@ def test_a_byte_order_mark_is_no_part_of_the_prompt(tmp_path: Path, name: str) -
         ("a.jsonl", b'"fine"\nnot json\n', "line 2"),
         ("a.jsonl", b'{"messages": [{"role": "king"}]}', "messages[0].role"),
         ("a.txt", b"\xff\xfe", "UTF-8"),
+        ("a.txt", b"", "a.txt: it is empty"),
+        ("a.json", b"\n", "a.json: it is empty"),
+        ("a.jsonl", b"\n \n", "a.jsonl: it is empty"),
+        ("a.json", b"[NaN]", "line 1 column 2"),
         ("missing.txt", None, "No such file"),
     ],
 )

@@ -32,7 +32,7 @@ __all__ = [
 
 def how_to_install(extra: str) -> str:
     """The command that installs one of the package's extras."""
-    return f"pip install '.[{extra}]' in a checkout, or 'prefixkv[{extra}]' from an index"
+    return f"pip install '.[{extra}]' in a checkout, or 'prefixkv[{extra}]'"
 
 
 def __getattr__(name: str) -> Any:

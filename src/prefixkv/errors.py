@@ -10,6 +10,17 @@ PrefixKVError
 └── EngineError            the engine failed or has stopped
 """
 
+import reprlib
+from typing import Any
+
+
+def brief(value: Any) -> str:
+    """A value as messages show it: its ``repr``, with what is long or deep in it left out."""
+    short = reprlib.Repr()
+    short.maxlevel = 2
+    short.maxstring = short.maxother = short.maxlong = 80
+    return short.repr(value)
+
 
 class PrefixKVError(Exception):
     """Base of all errors of this package."""

@@ -53,9 +53,13 @@ def with_flag_names(message: str) -> str:
     """A message about options that calls them by their flags.
 
     A name of one word is an option's where a message starts with it; elsewhere it may be a word.
+    Part of a file's name is none.
     """
     names = (item.name for kind in _OPTIONS for item in fields(kind))
-    pattern = "|".join(rf"\b{name}\b" if "_" in name else rf"\A{name}\b" for name in names)
+    pattern = "|".join(
+        rf"(?<![\w./\\-]){name}(?![\w/\\-]|\.\w)" if "_" in name else rf"\A{name}\b"
+        for name in names
+    )
     return re.sub(pattern, lambda match: _flag_name(match[0]), message)
 
 

@@ -27,7 +27,7 @@ class _Stream:
         self.request_id = request_id
         self.loop = asyncio.get_running_loop()
         self.items: asyncio.Queue[RequestOutput | PrefixKVError] = asyncio.Queue()
-        self.reservation: Reservation | None = None  # the thread's own
+        self.reservation: Reservation | None = None  # what came of it; the engine thread's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +136,8 @@ class AsyncEngine:
         self, prompt: list[int], *, request_id: str | None = None, cache_salt: str | None = None
     ) -> Reservation:
         """Compute a prompt and hold its K/V until ``release``, as ``LLM.reserve`` does.
+
+        Cancelling the task that waits on it aborts it: nothing is reserved.
 
         Raises:
             RequestError, ContextLengthError: it cannot be served, or too few blocks would be left.
@@ -254,8 +256,8 @@ class AsyncEngine:
             aborted = self.engine.abort(stream.request_id)
             if aborted is not None:
                 self._deliver([aborted])
-        elif stream.reservation is not None:  # made, and nobody was there to learn of it
-            with suppress(RequestError):  # released already
+        elif stream.reservation is not None:  # made, but whoever waited had gone
+            with suppress(RequestError):  # others can release it too
                 self.engine.release(stream.reservation.id)
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
@@ -263,8 +265,8 @@ class AsyncEngine:
         for output in outputs:
             stream = self._streams[output.request_id]
             if output.finished:
-                stream.reservation = output.reservation
                 del self._streams[output.request_id]
+                stream.reservation = output.reservation
             by_loop.setdefault(stream.loop, []).append((stream, output))
         for loop, items in by_loop.items():
             _post(loop, _put_all, items)

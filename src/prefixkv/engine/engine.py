@@ -17,7 +17,7 @@ from prefixkv.engine.request_state import RequestState
 from prefixkv.engine.reservations import Reservations
 from prefixkv.engine.sampler import TokenSampler, token_logprobs
 from prefixkv.engine.scheduler import Scheduler, Work
-from prefixkv.errors import ContextLengthError, RequestError
+from prefixkv.errors import ContextLengthError, RequestError, brief
 from prefixkv.request import FinishReason, RequestOutput, Reservation, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class Engine:
         for at, token in enumerate(ids):
             if type(token) is not int or not 0 <= token < self.vocab_size:
                 raise RequestError(
-                    f"{name} holds {token!r} at position {at}; token ids of this model are "
+                    f"{name} holds {brief(token)} at position {at}; token ids of this model are "
                     f"whole numbers from 0 to {self.vocab_size - 1}",
                     param=name,
                 )
@@ -347,7 +347,9 @@ class Engine:
 
 def _check_salt(cache_salt: str) -> None:
     if not isinstance(cache_salt, str):
-        raise RequestError(f"cache_salt is {cache_salt!r}; it must be a string", param="cache_salt")
+        raise RequestError(
+            f"cache_salt is {brief(cache_salt)}; it must be a string", param="cache_salt"
+        )
     if not 1 <= len(cache_salt) <= MAX_SALT_LENGTH:
         raise RequestError(
             f"cache_salt has {len(cache_salt)} characters; 1 to {MAX_SALT_LENGTH} are allowed",
@@ -357,6 +359,6 @@ def _check_salt(cache_salt: str) -> None:
         cache_salt.encode()
     except UnicodeEncodeError as error:
         raise RequestError(
-            f"cache_salt is {cache_salt!r}, which is no valid text: {error.reason}",
+            f"cache_salt is {brief(cache_salt)}, which is no valid text: {error.reason}",
             param="cache_salt",
         ) from None

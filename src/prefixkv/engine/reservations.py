@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from prefixkv.cache import CacheManager, Pin, Sequence
 from prefixkv.engine.request_state import RequestState
-from prefixkv.errors import EngineError, RequestError
+from prefixkv.errors import EngineError, RequestError, brief
 from prefixkv.request import RequestOutput, Reservation
 
 
@@ -23,6 +25,7 @@ class Reservations:
         self._prefix_cache = prefix_cache
         self._max_model_len = max_model_len
         self._pins: dict[str, tuple[Reservation, Pin]] = {}
+        self._blocks: Counter[int] = Counter()  # of the pins, and how many of them hold each
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -39,7 +42,10 @@ class Reservations:
                 left; or the id is that of another reservation.
         """
         if request_id in self._pins:
-            raise RequestError(f"reservation id {request_id!r} is in use", param="request_id")
+            raise RequestError(
+                f"reservation id {request_id!r} is in use; release that or choose another",
+                param="request_id",
+            )
         if self._prefix_cache == "off":
             raise RequestError(
                 "the prefix cache is off, so nothing can be reserved; choose another prefix_cache"
@@ -54,8 +60,8 @@ class Reservations:
         # At least: what is there already is shared, and in radix its last block may be too, though
         # a lookup never covers the last token. `hold` counts what it comes to.
         found = self._cache.lookup(seq).blocks
-        more = (seq.num_tokens - 1) // block_size - len(found)
-        self._check_left(self._reserved() | set(found), more)
+        more = max((seq.num_tokens - 1) // block_size - len(found), 0)
+        self._check_left(more + sum(block not in self._blocks for block in found))
 
     def hold(self, request: RequestState) -> Reservation:
         """Reserve the prompt of a request that has computed it.
@@ -66,10 +72,11 @@ class Reservations:
         assert request.table is not None  # it has just been computed
         pin = self._cache.reserve(request.table, request.num_prompt_tokens)
         try:
-            self._check_left(self._reserved() | set(pin.blocks), 0)
+            self._check_left(sum(block not in self._blocks for block in pin.blocks))
         except RequestError:
             self._cache.release(pin)
             raise
+        self._blocks.update(pin.blocks)
         reservation = Reservation(
             request.request_id,
             num_tokens=pin.num_tokens,
@@ -87,17 +94,18 @@ class Reservations:
         """
         if reservation_id not in self._pins:
             raise RequestError(
-                f"there is no reservation {reservation_id!r}", code="reservation_not_found"
+                f"there is no reservation {brief(reservation_id)}", code="reservation_not_found"
             )
         reservation, pin = self._pins.pop(reservation_id)
+        for block in pin.blocks:
+            self._blocks[block] -= 1
+            if not self._blocks[block]:
+                del self._blocks[block]
         self._cache.release(pin)
         return reservation
 
-    def _reserved(self) -> set[int]:
-        return {block for _, pin in self._pins.values() for block in pin.blocks}
-
-    def _check_left(self, reserved: set[int], more: int) -> None:
-        held = len(reserved) + max(more, 0)
+    def _check_left(self, more: int) -> None:
+        held = len(self._blocks) + more
         left = self._cache.num_blocks - held
         needed = -(-self._max_model_len // self._cache.block_size)
         if left < needed:

@@ -1,6 +1,7 @@
 """Text to tokens and back, with the model's own chat template."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,19 +70,26 @@ class Tokenizer:
         text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, **kwargs)
         return self.encode(text, add_special_tokens=False)
 
-    def chat_prefix(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def chat_prefix(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        encode: Callable[[str], list[int]] | None = None,
+    ) -> list[int]:
         """Token ids that conversations begin with that begin with these messages.
 
         After a user's message that is the prompt for its answer; else what two conversations have
         in common that go on with different messages of the user. A message that begins with white
-        space may cut the last of these tokens otherwise.
+        space may cut the last of these tokens otherwise. ``encode`` replaces the tokenizer's own
+        for the rendered text, say to refuse one that is too long.
 
         Raises `RequestError` as `apply_chat_template` does.
         """
+        if encode is None:
+            encode = functools.partial(self.encode, add_special_tokens=False)
         if messages and messages[-1].get("role") == "user":
-            return self.apply_chat_template(messages)
+            return encode(self.render_chat(messages))
         one, other = (
-            self.apply_chat_template([*messages, {"role": "user", "content": text}])
+            encode(self.render_chat([*messages, {"role": "user", "content": text}]))
             for text in ("a", "1")
         )
         same = (a == b for a, b in zip(one, other, strict=False))

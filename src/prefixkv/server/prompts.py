@@ -60,7 +60,7 @@ class Prompts:
         size = sum(len(text) + _TEXT_CHARS for message in messages for text in message.values())
         return await _in_thread_if_long(
             size,
-            lambda: self._encode(self._tokenizer.render_chat(messages), add_special_tokens=False),
+            lambda: self._encode_chat(self._tokenizer.render_chat(messages)),
         )
 
     async def chat_prefix(self, messages: list[dict[str, str]]) -> list[int]:
@@ -68,11 +68,12 @@ class Prompts:
 
         Raises:
             RequestError: the model has no chat template, or its template refuses the messages.
-            ContextLengthError: they are so long that no tokens could make them fit.
+            ContextLengthError: its text is so long that no tokens could make it fit.
         """
-        self._check_chars(sum(len(message["content"]) for message in messages))
         size = sum(len(text) + _TEXT_CHARS for message in messages for text in message.values())
-        return await _in_thread_if_long(size, lambda: self._tokenizer.chat_prefix(messages))
+        return await _in_thread_if_long(
+            size, lambda: self._tokenizer.chat_prefix(messages, self._encode_chat)
+        )
 
     def _check_length(self, ids: list[int]) -> None:
         room = self._max_model_len - 1
@@ -83,15 +84,15 @@ class Prompts:
             )
 
     def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        self._check_chars(len(text))
+        if len(text) > self._max_chars:
+            raise ContextLengthError(
+                f"the prompt has {len(text)} characters; more than {self._max_chars} cannot be "
+                f"the {self._max_model_len} tokens that fit here"
+            )
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    def _check_chars(self, count: int) -> None:
-        if count > self._max_chars:
-            raise ContextLengthError(
-                f"the prompt has {count} characters; more than {self._max_chars} cannot be the "
-                f"{self._max_model_len} tokens that fit here"
-            )
+    def _encode_chat(self, text: str) -> list[int]:
+        return self._encode(text, add_special_tokens=False)
 
 
 def _as_list(prompt: Any) -> list[str | list[int]]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
+from pydantic_core import from_json
 
 from prefixkv.errors import ConfigError, PrefixKVError, RequestError
 from prefixkv.request import Reservation
@@ -29,20 +30,21 @@ MIN_KEY_CHARS = 16
 router = APIRouter(prefix="/v1/reservations")
 
 
-@router.post("")
-async def reserve(request: Request) -> JSONResponse:
-    """Compute a prompt, or the beginning of a chat, and keep it in the cache."""
+# One route for both: of a path with several, only the first is in the Allow header of a 405.
+@router.api_route("", methods=["GET", "POST"])
+async def reserve_or_list(request: Request) -> JSONResponse:
+    """Compute a prompt, or the beginning of a chat, and keep it in the cache; or what is kept."""
     serving = _admitted(request)
+    return await _reserve(serving, request) if request.method == "POST" else _listed(serving)
+
+
+async def _reserve(serving: Serving, request: Request) -> JSONResponse:
     body = await serving.bodies.read(request, parse_reservation)
-    serving.model(body.model)
     work = reserved(serving, body, f"rsv-{uuid.uuid4().hex}")
     return JSONResponse(_shown(await while_connected(request, work)))
 
 
-@router.get("")
-async def listed(request: Request) -> JSONResponse:
-    """What is reserved, the oldest first."""
-    serving = _admitted(request)
+def _listed(serving: Serving) -> JSONResponse:
     data = [_shown(reservation) for reservation in serving.engine.reservations]
     return JSONResponse({"object": "list", "data": data})
 
@@ -71,12 +73,14 @@ def parse_reservation(data: bytes) -> ReservationRequest:
 
 
 async def reserved(serving: Serving, body: ReservationRequest, request_id: str) -> Reservation:
-    """Carry a reservation out.
+    """Carry a reservation out. Cancelled, it leaves none.
 
     Raises:
+        HTTPError: it names another model.
         RequestError: it cannot be served, or there is no room for it.
         EngineError: the engine failed or stopped.
     """
+    serving.model(body.model)
     is_chat = body.prompt is None
     if is_chat:
         prompt = await serving.prompts.chat_prefix(body.messages)
@@ -113,32 +117,52 @@ def read_files(paths: tuple[str, ...]) -> list[FromFile]:
     conversation or an object a line. Any other is one prompt, the whole text.
 
     Raises:
-        ConfigError: a file cannot be read or is not of that form; it names the file, and the line
-            or the place in a list.
+        ConfigError: a file is named twice, empty, cannot be read or is not of that form; it names
+            the file, and the line or the place in a list.
     """
+    for path in paths:
+        if paths.count(path) > 1:
+            raise ConfigError(f"reserve names {path} twice; name each file once")
     return [asked for path in paths for asked in _read_file(path)]
 
 
 def _read_file(path: str) -> list[FromFile]:
+    name = path.encode("utf-8", "backslashreplace").decode()  # an id, which answers are to show
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")  # a byte order mark is no part of it
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"cannot reserve {path}: {why}") from None
+        text = _text(path)
+    except ValueError as error:
+        raise ConfigError(f"cannot reserve {name}: {error}") from None
     kind = Path(path).suffix.lower()
+    is_json = kind in (".json", ".jsonl")
+    if not (text.strip() if is_json else text):
+        raise ConfigError(f"cannot reserve {name}: it is empty; write a prompt into it")
     if kind == ".jsonl":
-        lines = enumerate(text.split("\n"), 1)  # no other character ends a line of JSON
-        named = [(f"{path}, line {at}", line) for at, line in lines if line.strip()]
+        lines = enumerate(text.split("\n"), 1)  # strings in it may hold what else ends lines
+        named = [(f"{name}, line {at}", line) for at, line in lines if line.strip()]
         return [_asked(where, _json(where, line)) for where, line in named]
-    value = _json(path, text) if kind == ".json" else text
+    value = _json(name, text) if is_json else text
     if isinstance(value, list) and value and all(isinstance(item, str | list) for item in value):
-        return [_asked(f"{path}, prompt {at}", item) for at, item in enumerate(value, 1)]
-    return [_asked(path, value)]
+        return [_asked(f"{name}, prompt {at}", item) for at, item in enumerate(value, 1)]
+    return [_asked(name, value)]
+
+
+def _text(path: str) -> str:
+    """A file's text as it stands, line ends too, without the mark that some editors put first.
+
+    Raises:
+        ValueError: it cannot be read; it says why.
+    """
+    try:
+        return Path(path).read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise ValueError(error.strerror or repr(error)) from None
+    except UnicodeDecodeError:
+        raise ValueError("it is not UTF-8 text") from None
 
 
 def _json(where: str, text: str) -> Any:
     with _named(where):
-        return json.loads(text)
+        return from_json(text, allow_inf_nan=False)
 
 
 def _asked(where: str, value: Any) -> FromFile:
@@ -153,7 +177,7 @@ def _asked(where: str, value: Any) -> FromFile:
 def _named(where: str) -> Iterator[None]:
     try:
         yield
-    except (ValueError, RecursionError) as error:  # JSON that is none, and what is refused
+    except ValueError as error:  # JSON that is none, and what is refused
         raise ConfigError(f"cannot reserve {where}: {error}") from None
 
 
@@ -177,8 +201,8 @@ def admin_key(path: str | None, environ: Mapping[str, str] = os.environ) -> str 
     """
     where = f"admin_key_file {path}" if path is not None else KEY_VARIABLE
     try:
-        key = environ.get(KEY_VARIABLE) if path is None else Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        key = environ.get(KEY_VARIABLE) if path is None else _text(path)
+    except ValueError as error:
         raise ConfigError(f"{where} cannot be read: {error}") from None
     if key is None:
         return None

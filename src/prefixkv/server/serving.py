@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from prefixkv.engine.async_engine import AsyncEngine
+from prefixkv.errors import brief
 from prefixkv.model.tokenizer import Tokenizer
 from prefixkv.server.body import Bodies
 from prefixkv.server.errors import HTTPError
@@ -67,7 +68,7 @@ class Serving:
             served = ", ".join(self.model_names)
             raise HTTPError(
                 404,
-                f"model {name!r} is not served here; served: {served}",
+                f"model {brief(name)} is not served here; served: {served}",
                 param="model",
                 code="model_not_found",
             )
