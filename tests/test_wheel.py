@@ -164,7 +164,8 @@ def test_a_program_with_a_wrong_type_does_not(installed: Installed) -> None:
 
 def test_the_engine_says_what_to_install(installed: Installed) -> None:
     done = installed.run("-c", "from prefixkv import LLM")
-    assert "ImportError: LLM needs torch and more: pip install '.[engine]' in a checkout" in done.stderr
+    wanted = "ImportError: LLM needs torch and more: pip install '.[engine]' in a checkout"
+    assert wanted in done.stderr
 
 
 def test_the_command_line_says_what_to_install(installed: Installed) -> None:
