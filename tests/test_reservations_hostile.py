@@ -7,6 +7,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import httpx
 import pytest
 
 from live_server import BLOCK_SIZE, LiveServer, eventually, running
+from prefixkv import Reservation
 
 KEY = "k" * 32
 PROMPT = [5, 6] * 500
@@ -68,6 +70,25 @@ def test_a_client_that_hangs_up_ends_its_reservation(keyed: LiveServer) -> None:
     assert keyed.engine.reservations == []
     assert keyed.engine.stats().computed_tokens - computed < len(PROMPT)
     keyed.engine.engine.cache.check()
+
+
+def test_one_that_is_made_as_its_client_hangs_up_is_released(
+    keyed: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserve, made = keyed.engine.reserve, []
+    url = httpx.URL(keyed.url)
+    client = HTTPConnection(url.host, url.port)
+
+    async def reserve_and_lose_the_client(prompt: list[int], **options: Any) -> Reservation:
+        made.append(await reserve(prompt, **options))
+        client.close()
+        return made[0]
+
+    monkeypatch.setattr(keyed.engine, "reserve", reserve_and_lose_the_client)
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    client.request("POST", "/v1/reservations", json.dumps({"prompt": PROMPT}), headers)
+    eventually(lambda: bool(made) and keyed.engine.reservations == [])
+    assert keyed.idle_blocks == 256
 
 
 def test_one_that_is_made_while_its_caller_gives_up_is_released(keyed: LiveServer) -> None:

@@ -19,7 +19,7 @@ from pydantic_core import from_json
 from prefixkv.errors import ConfigError, PrefixKVError, RequestError
 from prefixkv.request import Reservation
 from prefixkv.server.errors import HTTPError
-from prefixkv.server.generation import while_connected
+from prefixkv.server.generation import ClientDisconnected, while_connected
 from prefixkv.server.messages import chat_messages
 from prefixkv.server.protocol import ReservationRequest, parse_body
 from prefixkv.server.serving import Serving
@@ -41,7 +41,11 @@ async def reserve_or_list(request: Request) -> JSONResponse:
 async def _reserve(serving: Serving, request: Request) -> JSONResponse:
     body = await serving.bodies.read(request, parse_reservation)
     work = reserved(serving, body, f"rsv-{uuid.uuid4().hex}")
-    return JSONResponse(_shown(await while_connected(request, work)))
+    reservation = await while_connected(request, work)
+    if await request.is_disconnected():
+        await serving.engine.release(reservation.id)
+        raise ClientDisconnected
+    return JSONResponse(_shown(reservation))
 
 
 def _listed(serving: Serving) -> JSONResponse:
