@@ -37,6 +37,11 @@ def run(*args: str, text: str = "") -> subprocess.CompletedProcess[str]:
     )
 
 
+def _heed_ctrl_c() -> None:
+    """As in a terminal, also where the tests run in the background of a shell, which ignores it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextmanager
 def started(*args: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
@@ -46,6 +51,7 @@ def started(*args: str) -> Iterator[subprocess.Popen[str]]:
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        preexec_fn=_heed_ctrl_c,
     )
     with process:
         try:
