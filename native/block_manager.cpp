@@ -270,7 +270,6 @@ void BlockManager::commit_many(const std::vector<BlockTable*>& tables,
   check_not_negative("token id", token_ids);
   ++last_call_;
   for (size_t i = 0; i < tables.size(); ++i) {
-    check_live(*tables[i]);
     check_commit(*tables[i], *seqs[i], tables[i]->num_computed_tokens + 1, seqs[i]->num_tokens() + 1);
     const bool table_twice = std::exchange(tables[i]->mark, last_call_) == last_call_;
     if (table_twice || std::exchange(seqs[i]->mark, last_call_) == last_call_) {

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from faults import EvictsTheNewest, SplitWithoutLocks
 from prefixkv.cache import RadixTree
 from prefixkv.errors import CacheError
 from reference import RadixTree as Twin
@@ -118,24 +119,6 @@ def test_the_traces_reach_every_rare_case() -> None:
 # ------------------------------------------------------------------------------- deliberate faults
 
 
-class NewestFirst(Tree):
-    def eviction_order(self, enough: int) -> list[Node]:
-        nodes = list(self.nodes())
-        for node in nodes:
-            node.time = -node.time
-        order = super().eviction_order(enough)
-        for node in nodes:
-            node.time = -node.time
-        return order
-
-
-class SplitWithoutLocks(Tree):
-    def split(self, lower: Node, at: int) -> Node:
-        upper = super().split(lower, at)
-        upper.locks = 0
-        return upper
-
-
 class LockIsARefresh(Tree):
     def lock(self, node: Node, more: int) -> None:
         super().lock(node, more)
@@ -149,7 +132,7 @@ class NoClock(Tree):
         return super().walk(node, pages)
 
 
-@pytest.mark.parametrize("fault", [NewestFirst, SplitWithoutLocks, LockIsARefresh, NoClock])
+@pytest.mark.parametrize("fault", [EvictsTheNewest, SplitWithoutLocks, LockIsARefresh, NoClock])
 def test_the_traces_catch(fault: type[Tree]) -> None:
     for seed in range(40):
         faulty = Twin(1)

@@ -27,9 +27,6 @@ class Reservations:
         self._pins: dict[str, tuple[Reservation, Pin]] = {}
         self._blocks: Counter[int] = Counter()  # of the pins, and how many of them hold each
 
-    def __len__(self) -> int:
-        return len(self._pins)
-
     def listed(self) -> list[Reservation]:
         """All of them, the oldest first."""
         return [reservation for reservation, _ in list(self._pins.values())]

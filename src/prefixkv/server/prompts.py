@@ -57,10 +57,8 @@ class Prompts:
             RequestError: the model has no chat template, or its template refuses the messages.
             ContextLengthError: its text is so long that no tokens could make it fit.
         """
-        size = sum(len(text) + _TEXT_CHARS for message in messages for text in message.values())
         return await _in_thread_if_long(
-            size,
-            lambda: self._encode_chat(self._tokenizer.render_chat(messages)),
+            _size(messages), lambda: self._encode_chat(self._tokenizer.render_chat(messages))
         )
 
     async def chat_prefix(self, messages: list[dict[str, str]]) -> list[int]:
@@ -70,9 +68,8 @@ class Prompts:
             RequestError: the model has no chat template, or its template refuses the messages.
             ContextLengthError: its text is so long that no tokens could make it fit.
         """
-        size = sum(len(text) + _TEXT_CHARS for message in messages for text in message.values())
         return await _in_thread_if_long(
-            size, lambda: self._tokenizer.chat_prefix(messages, self._encode_chat)
+            _size(messages), lambda: self._tokenizer.chat_prefix(messages, self._encode_chat)
         )
 
     def _check_length(self, ids: list[int]) -> None:
@@ -118,6 +115,10 @@ def _wrong_kind(verb: str, value: Any) -> RequestError:
         f"prompt {verb} {shown(value)}; it must be a string, token ids, or a list of either",
         param="prompt",
     )
+
+
+def _size(messages: list[dict[str, str]]) -> int:
+    return sum(len(text) + _TEXT_CHARS for message in messages for text in message.values())
 
 
 async def _in_thread_if_long(size: int, encode: Callable[[], T]) -> T:
