@@ -41,15 +41,6 @@ def test_a_hit_whose_block_holds_something_else_now_is_stale(make: Make) -> None
         cache.allocate(cache.table(), 5, hit)
 
 
-def test_a_hit_is_stale_after_a_reset(make: Make) -> None:
-    cache = make(num_blocks=2, block_size=4)
-    cache.free(fill(cache, range(4)))
-    hit = cache.lookup(cache.sequence(range(5)))
-    cache.reset()
-    with pytest.raises(StaleHitError):
-        cache.allocate(cache.table(), 5, hit)
-
-
 def test_a_hit_outlasts_the_eviction_of_other_blocks(make: Make) -> None:
     cache = make(num_blocks=3, block_size=4)
     cache.free(fill(cache, range(50, 54)))  # 0, evicted below

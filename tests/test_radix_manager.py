@@ -34,24 +34,6 @@ def test_larger_blocks_are_found_whole(make: Make, block_size: int, hit: int) ->
     assert cache.lookup(cache.sequence([*range(10), 90, 91, 92, 93])).num_tokens == hit
 
 
-@pytest.mark.parametrize(("num_tokens", "hit"), [(1, 0), (4, 0), (5, 4), (8, 4), (9, 8), (12, 8)])
-def test_the_last_token_is_always_computed(make: Make, num_tokens: int, hit: int) -> None:
-    cache = make(num_blocks=8, block_size=4)
-    fill(cache, range(12))
-    assert cache.lookup(cache.sequence(range(num_tokens))).num_tokens == hit
-
-
-def test_blocks_are_found_only_once_committed(make: Make) -> None:
-    cache = make(num_blocks=8, block_size=4)
-    seq = cache.sequence(range(13))
-    table = admit(cache, seq)
-    seen = [found(cache, range(13))]
-    for computed in (3, 7, 8, 13):
-        cache.commit(table, seq, computed)
-        seen.append(found(cache, range(13)))
-    assert seen == [[], [], [0], [0, 1], [0, 1, 2]]
-
-
 def test_an_extra_parts_what_it_overlaps_from_the_rest(make: Make) -> None:
     cache = make(num_blocks=32, block_size=4)
     one, two, moved = [(5, 6, b"one")], [(5, 6, b"two")], [(6, 7, b"one")]
@@ -254,16 +236,6 @@ def test_a_hit_saves_its_blocks_from_their_own_allocation(make: Make) -> None:
     assert cache.num_free_blocks == 0
 
 
-def test_free_blocks_of_the_hit_are_not_counted_as_room(make: Make) -> None:
-    cache = make(num_blocks=3, block_size=4)
-    cache.free(fill(cache, range(8)))
-    seq = cache.sequence(range(16))
-    before = state(cache)
-    assert cache.allocate(cache.table(), 16, cache.lookup(seq)) is None
-    assert state(cache) == before
-    assert cache.allocate(cache.table(), 12, cache.lookup(seq)).new_blocks == [2]
-
-
 def test_blank_blocks_of_a_table_go_to_the_front_as_one_run(make: Make) -> None:
     cache = make(num_blocks=6, block_size=4)
     table = cache.table()
@@ -318,15 +290,6 @@ def test_a_hit_of_an_evicted_run_is_stale(make: Make) -> None:
     with pytest.raises(StaleHitError):
         cache.allocate(cache.table(), 13, hit)
     assert state(cache) == before
-
-
-def test_a_hit_is_stale_after_a_reset(make: Make) -> None:
-    cache = make(num_blocks=2, block_size=4)
-    cache.free(fill(cache, range(4)))
-    hit = cache.lookup(cache.sequence(range(5)))
-    cache.reset()
-    with pytest.raises(StaleHitError):
-        cache.allocate(cache.table(), 5, hit)
 
 
 def test_a_hit_outlasts_splits_and_the_eviction_of_others(make: Make) -> None:
