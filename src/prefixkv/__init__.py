@@ -6,9 +6,11 @@
 from typing import TYPE_CHECKING, Any
 
 from prefixkv.request import (
+    BeamSearchParams,
     RequestMetrics,
     RequestOutput,
     Reservation,
+    SampleOutput,
     SamplingParams,
     TokenLogprobs,
 )
@@ -20,9 +22,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "BeamSearchParams",
     "RequestMetrics",
     "RequestOutput",
     "Reservation",
+    "SampleOutput",
     "SamplingParams",
     "TokenLogprobs",
     "__version__",

@@ -15,7 +15,7 @@ from prefixkv.config import EngineOptions
 from prefixkv.engine.engine import Engine, EngineStats, Progress
 from prefixkv.engine.reservations import reservation_of
 from prefixkv.errors import EngineError, PrefixKVError, RequestError
-from prefixkv.request import RequestOutput, Reservation, SamplingParams
+from prefixkv.request import Params, RequestOutput, Reservation, SamplingParams
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ class _Stream:
 class _Add:
     stream: _Stream
     prompt: list[int]
-    params: SamplingParams
+    params: Params
     cache_salt: str | None
     reserve: bool
 
@@ -115,12 +115,12 @@ class AsyncEngine:
     def generate(
         self,
         prompt: list[int],
-        params: SamplingParams,
+        params: Params,
         *,
         request_id: str | None = None,
         cache_salt: str | None = None,
     ) -> AsyncGenerator[RequestOutput]:
-        """Pieces of the output as they come; the last has a ``finish_reason``.
+        """Pieces of the output as they come; the last is ``finished``.
 
         Closing the iterator, or cancelling the task that waits on it, aborts the request.
 
@@ -181,7 +181,7 @@ class AsyncEngine:
         self,
         request_id: str,
         prompt: list[int],
-        params: SamplingParams,
+        params: Params,
         cache_salt: str | None,
         *,
         reserve: bool,

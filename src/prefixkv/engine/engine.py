@@ -6,23 +6,35 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from prefixkv.config import EngineOptions
+from prefixkv.engine.admission import Admission, blocks_for, blocks_for_beams
 from prefixkv.engine.build import build_parts
-from prefixkv.engine.output import PromptLogprobs, TextStream
+from prefixkv.engine.generation import Beams, Generation, Samples
+from prefixkv.engine.output import PromptLogprobs
 from prefixkv.engine.request_state import RequestState
 from prefixkv.engine.reservations import Reservations
-from prefixkv.engine.sampler import TokenSampler, token_logprobs
-from prefixkv.engine.scheduler import Scheduler, Work
-from prefixkv.errors import ContextLengthError, RequestError, brief
-from prefixkv.request import FinishReason, RequestOutput, Reservation, SamplingParams
+from prefixkv.engine.scheduler import Scheduler
+from prefixkv.engine.step import Step, Work
+from prefixkv.errors import RequestError
+from prefixkv.request import (
+    BeamSearchParams,
+    FinishReason,
+    Params,
+    RequestOutput,
+    Reservation,
+    SampleOutput,
+)
 
 logger = logging.getLogger(__name__)
 
-MAX_SALT_LENGTH = 1024
+T = TypeVar("T")
+Rows = NDArray[np.float32]
 
 # stage, units done, units in all
 Progress = Callable[[str, int, int], None]
@@ -49,9 +61,7 @@ class _Live:
     """What the engine keeps for a request beside the scheduler's state."""
 
     state: RequestState
-    sampler: TokenSampler
-    text: TextStream
-    end_token_ids: frozenset[int]
+    generation: Generation
     prompt_logprobs: PromptLogprobs | None
 
 
@@ -80,7 +90,13 @@ class Engine:
         self.scheduler = Scheduler(
             parts.scheduler_config, parts.cache, prefix_cache=options.prefix_cache
         )
-        self._reservations = Reservations(parts.cache, options.prefix_cache, self.max_model_len)
+        self._reservations = Reservations(parts.cache, options.prefix_cache, self._most_blocks)
+        self._admission = Admission(
+            parts.scheduler_config,
+            vocab_size=parts.vocab_size,
+            eos_token_ids=parts.tokenizer.eos_token_ids,
+            blocks_left=lambda: parts.cache.num_blocks - self._reservations.num_blocks,
+        )
         self._live: dict[str, _Live] = {}
         self._arrivals = itertools.count()
 
@@ -88,50 +104,14 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def validate(
-        self, prompt: list[int], params: SamplingParams, cache_salt: str | None = None
-    ) -> None:
+    def validate(self, prompt: list[int], params: Params, cache_salt: str | None = None) -> None:
         """Raise RequestError or ContextLengthError if the request could not be served."""
-        if not prompt:
-            raise RequestError("the prompt is empty; it needs a token or more", param="prompt")
-        if len(prompt) >= self.max_model_len:
-            raise ContextLengthError(
-                f"the prompt has {len(prompt)} tokens; with one to generate at most "
-                f"{self.max_model_len} fit here, so shorten it by "
-                f"{len(prompt) - self.max_model_len + 1}"
-            )
-        self._check_ids("prompt", prompt)
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        if params.min_tokens > 0 and len(self._end_token_ids(params)) >= self.vocab_size:
-            raise RequestError(
-                f"min_tokens is {params.min_tokens}, and every token of the vocabulary would end "
-                "the request; leave some out of stop_token_ids",
-                param="min_tokens",
-            )
-        if cache_salt is not None:
-            _check_salt(cache_salt)
-
-    def _end_token_ids(self, params: SamplingParams) -> frozenset[int]:
-        end = frozenset(params.stop_token_ids)
-        return end if params.ignore_eos else end | self.tokenizer.eos_token_ids
-
-    def _check_ids(self, name: str, ids: Sequence[int]) -> None:
-        if not ids or (
-            set(map(type, ids)) == {int} and 0 <= min(ids) <= max(ids) < self.vocab_size
-        ):
-            return
-        for at, token in enumerate(ids):
-            if type(token) is not int or not 0 <= token < self.vocab_size:
-                raise RequestError(
-                    f"{name} holds {brief(token)} at position {at}; token ids of this model are "
-                    f"whole numbers from 0 to {self.vocab_size - 1}",
-                    param=name,
-                )
+        self._admission.check(prompt, params, cache_salt)
 
     def add(
         self,
         prompt: list[int],
-        params: SamplingParams,
+        params: Params,
         *,
         request_id: str | None = None,
         cache_salt: str | None = None,
@@ -156,34 +136,52 @@ class Engine:
         seq = self.cache.sequence(prompt, cache_salt=cache_salt)
         if reserve:
             self._reservations.check(request_id, seq)
-        room = self.max_model_len - len(prompt)
         state = RequestState(
             request_id,
             prompt,
             params,
             seq,
             arrival=arrival,
-            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            max_tokens=self._admission.max_tokens(prompt, params),
+            cache_salt=cache_salt,
             reserves=reserve,
         )
-        end = self._end_token_ids(params)
-        detokenizer = self.tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens)
-        self._live[request_id] = _Live(
-            state,
-            TokenSampler(params, end),
-            TextStream(detokenizer, params.stop),
-            end,
-            None if params.prompt_logprobs is None else PromptLogprobs(len(prompt)),
-        )
+        end = self._admission.end_token_ids(params)
+        generation: Generation
+        prompt_logprobs = None
+        if isinstance(params, BeamSearchParams):
+            generation = Beams(params, end, self.tokenizer, state)
+        else:
+            generation = Samples(params, end, self.tokenizer)
+            if params.prompt_logprobs is not None:
+                prompt_logprobs = PromptLogprobs(prompt, params.prompt_logprobs)
+        self._live[request_id] = _Live(state, generation, prompt_logprobs)
         self.scheduler.add(state)
         return request_id
 
-    def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request now; its blocks return. None if there is no such request any more."""
+    def abort(self, request_id: str, sample: int | None = None) -> RequestOutput | None:
+        """End a request now, or one of its samples; their blocks return.
+
+        Returns:
+            What has ended; None if there is no such request, or sample, any more.
+
+        Raises:
+            RequestError: a sample of beam search, whose beams are one search.
+        """
         live = self._live.get(request_id)
         if live is None:
             return None
-        return self._finish(live, RequestOutput(request_id), "abort", flush=False)
+        output = RequestOutput(request_id)
+        if sample is None:
+            return self._end(live, output, "abort")
+        if isinstance(live.state.params, BeamSearchParams):
+            raise RequestError("beams are one search; abort the request", param="sample")
+        for sequence in live.state.sequences:
+            if sequence.index == sample and sequence.finish_reason is None:
+                self.scheduler.finish_sequence(live.state, sequence, "abort")
+                output.samples.append(SampleOutput(sample, finish_reason="abort"))
+                return self._describe(live, output)
+        return None
 
     def step(self) -> list[RequestOutput]:
         """Run one step: the new pieces of every request that got one.
@@ -195,35 +193,24 @@ class Engine:
         step = self.scheduler.schedule()
         if not step.work:
             return []
+        outputs = {
+            work.request.request_id: RequestOutput(work.request.request_id) for work in step.work
+        }
         try:
             logits = self.runner.run(step).numpy(force=True)
         except Exception as error:  # these requests end, the engine goes on
-            logger.exception("a step of %d requests failed", len(step.work))
-            return [self._fail(work, error) for work in step.work]
-        tokens: list[int | None] = []
-        outputs: list[RequestOutput] = []
-        row = 0
-        for work in step.work:
-            rows = logits[row : row + work.num_logits]
-            row += work.num_logits
-            output = RequestOutput(work.request.request_id)
-            try:
-                tokens.append(self._sample(work, rows, output))
-            except Exception as error:  # so does this one, alone
-                logger.exception("choosing a token of %s failed", work.request.request_id)
-                tokens.append(None)
-                output = self._fail(work, error)
-            outputs.append(output)
+            logger.exception("a step of %d requests failed", len(outputs))
+            return [self._fail(output, error) for output in outputs.values()]
+        rows = _rows(step, logits)
+        tokens = [
+            self._guarded(self._choose, work, each, outputs) or ()
+            for work, each in zip(step.work, rows, strict=True)
+        ]
         self.scheduler.update(step, tokens)
-        pieces = []
-        for work, token, output in zip(step.work, tokens, outputs, strict=True):
-            if token is not None:
-                pieces.append(self._piece(work, token, output))
-            elif work.request.reserves and work.is_last:
-                pieces.append(self._reserve(work, output))
-            elif output.finished:
-                pieces.append(output)
-        return pieces
+        for work, chosen, each in zip(step.work, tokens, rows, strict=True):
+            take = partial(self._take, chosen=chosen)
+            self._guarded(take, work, each, outputs)
+        return [each for each in outputs.values() if each.samples or each.finished]
 
     @property
     def reservations(self) -> list[Reservation]:
@@ -253,112 +240,87 @@ class Engine:
             generation_tokens=totals.generation_tokens,
         )
 
-    def _sample(self, work: Work, rows: NDArray[np.float32], output: RequestOutput) -> int | None:
-        """The new token, if one follows; log-probabilities go into ``output``."""
+    def _most_blocks(self) -> int:
+        """Blocks that the longest request needs, be it still to come or a search that runs."""
+        most = blocks_for(self.max_model_len, self.cache.block_size)
+        for state in (live.state for live in self._live.values()):
+            if isinstance(state.params, BeamSearchParams):
+                search = blocks_for_beams(
+                    state.params.width, len(state.prompt), state.max_tokens, self.cache.block_size
+                )
+                most = max(most, search)
+        return most
+
+    def _guarded(
+        self,
+        part: Callable[[Work, Rows, RequestOutput], T],
+        work: Work,
+        rows: Rows,
+        outputs: dict[str, RequestOutput],
+    ) -> T | None:
+        """Do a part of a request's step; if it fails, that request alone ends."""
+        output = outputs[work.request.request_id]
+        if output.finished:
+            return None
+        try:
+            return part(work, rows, output)
+        except Exception as error:
+            logger.exception("a step of %s failed", output.request_id)
+            self._fail(output, error)
+            return None
+
+    def _choose(self, work: Work, rows: Rows, _: RequestOutput) -> Sequence[int]:
         live = self._live[work.request.request_id]
         if live.prompt_logprobs is not None and not live.prompt_logprobs.complete:
-            self._add_prompt_logprobs(live, live.prompt_logprobs, work, rows)
-        if not work.samples:
-            return None
-        token = live.sampler.sample(rows[-1], len(work.request.output_token_ids))
-        if work.request.params.logprobs is not None:
-            output.logprobs = token_logprobs(rows[-1:], [token], work.request.params.logprobs)
-        return token
+            live.prompt_logprobs.add(work.start, work.stop, rows)
+        return live.generation.choose(work, rows[-1]) if work.due else ()
 
-    def _add_prompt_logprobs(
-        self, live: _Live, gathered: PromptLogprobs, work: Work, rows: NDArray[np.float32]
+    def _take(
+        self, work: Work, rows: Rows, output: RequestOutput, *, chosen: Sequence[int]
     ) -> None:
-        """Row i of a prompt is about its token i + 1; a preempted request sees some rows twice."""
-        prompt = live.state.prompt
-        first = max(work.start, len(gathered.values) - 1)
-        last = min(work.stop, len(prompt) - 1)
-        if first < last:
-            new = rows[first - work.start : last - work.start]
-            top = live.state.params.prompt_logprobs or 0
-            gathered.values += token_logprobs(new, prompt[first + 1 : last + 1], top)
-
-    def _piece(self, work: Work, token: int, output: RequestOutput) -> RequestOutput:
-        try:
-            return self._output(work, token, output)
-        except Exception as error:  # and so does this one
-            logger.exception("the text of %s failed", work.request.request_id)
-            return self._fail(work, error)
-
-    def _reserve(self, work: Work, output: RequestOutput) -> RequestOutput:
         live = self._live[work.request.request_id]
-        try:
-            output.reservation = self._reservations.hold(work.request)
-        except RequestError as error:
-            output.error = str(error)
-        return self._finish(live, output, "length", flush=False)
+        if work.request.reserves and work.is_last:
+            try:
+                output.reservation = self._reservations.hold(work.request)
+            except RequestError as error:
+                output.error = str(error)
+            self._end(live, output, "length")
+        elif work.due:
+            output.samples += live.generation.take(self.scheduler, work, chosen, rows[-1])
+            self._describe(live, output)
 
-    def _output(self, work: Work, token: int, output: RequestOutput) -> RequestOutput:
-        """Fill in the text, and finish the request if this token ends it."""
-        live = self._live[work.request.request_id]
-        state = work.request
-        count = len(state.output_token_ids)
-        may_stop = count >= state.params.min_tokens
-        output.token_ids = [token]
-        if may_stop and token in live.end_token_ids:
-            stop_reason = token if token in state.params.stop_token_ids else None
-            return self._finish(live, output, "stop", stop_reason)
-        output.text, stopped_by = live.text.push(token, may_stop=may_stop)
-        if stopped_by is not None:
-            return self._finish(live, output, "stop", stopped_by, flush=False)
-        if count >= state.max_tokens:
-            return self._finish(live, output, "length")
-        return self._describe(live, output)
-
-    def _finish(
-        self,
-        live: _Live,
-        output: RequestOutput,
-        reason: FinishReason,
-        stop_reason: str | int | None = None,
-        *,
-        flush: bool = True,
-    ) -> RequestOutput:
-        if flush:
-            rest, stopped_by = live.text.flush()
-            output.text += rest
-            if stopped_by is not None:
-                reason, stop_reason = "stop", stopped_by
-        self.scheduler.finish(live.state, reason, stop_reason)
-        del self._live[live.state.request_id]
-        return self._describe(live, output)
-
-    def _fail(self, work: Work, error: Exception) -> RequestOutput:
-        live = self._live[work.request.request_id]
-        output = self._finish(live, RequestOutput(work.request.request_id), "error", flush=False)
+    def _fail(self, output: RequestOutput, error: Exception) -> RequestOutput:
         output.error = f"{type(error).__name__}: {error}"
-        return output
+        return self._end(self._live[output.request_id], output, "error")
+
+    def _end(self, live: _Live, output: RequestOutput, reason: FinishReason) -> RequestOutput:
+        """End a request; ``output`` gets what had not ended."""
+        going = {each.index for each in live.state.sequences if each.finish_reason is None}
+        self.scheduler.finish(live.state, reason)
+        got = {sample.index: sample for sample in output.samples}
+        for index in sorted(going):
+            if index not in got:
+                got[index] = SampleOutput(index)
+                output.samples.append(got[index])
+            got[index].finish_reason = reason
+        return self._describe(live, output)
 
     def _describe(self, live: _Live, output: RequestOutput) -> RequestOutput:
         state = live.state
         output.num_prompt_tokens = state.num_prompt_tokens
         output.num_cached_tokens = state.num_cached_tokens
-        output.finish_reason = state.finish_reason
-        output.stop_reason = state.stop_reason
         output.metrics = state.metrics
         if live.prompt_logprobs is not None and live.prompt_logprobs.complete:
             output.prompt_logprobs = live.prompt_logprobs.values
+        if state.ended:
+            output.finished = True
+            del self._live[state.request_id]
         return output
 
 
-def _check_salt(cache_salt: str) -> None:
-    if not isinstance(cache_salt, str):
-        raise RequestError(
-            f"cache_salt is {brief(cache_salt)}; it must be a string", param="cache_salt"
-        )
-    if not 1 <= len(cache_salt) <= MAX_SALT_LENGTH:
-        raise RequestError(
-            f"cache_salt has {len(cache_salt)} characters; 1 to {MAX_SALT_LENGTH} are allowed",
-            param="cache_salt",
-        )
-    try:
-        cache_salt.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(
-            f"cache_salt is {brief(cache_salt)}, which is no valid text: {error.reason}",
-            param="cache_salt",
-        ) from None
+def _rows(step: Step, logits: Rows) -> list[Rows]:
+    """Each work's rows of the logits."""
+    stops = itertools.accumulate(work.num_logits for work in step.work)
+    return [
+        logits[stop - work.num_logits : stop] for work, stop in zip(step.work, stops, strict=True)
+    ]

@@ -12,7 +12,13 @@ from prefixkv.config import EngineOptions
 from prefixkv.engine.engine import Engine, Progress
 from prefixkv.engine.reservations import reservation_of
 from prefixkv.errors import ConfigError, RequestError
-from prefixkv.request import RequestOutput, Reservation, SamplingParams
+from prefixkv.request import (
+    BeamSearchParams,
+    Params,
+    RequestOutput,
+    Reservation,
+    SamplingParams,
+)
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -53,7 +59,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params | Sequence[Params] | None = None,
         *,
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
@@ -61,7 +67,9 @@ class LLM:
 
         Args:
             prompts: text or token ids; one prompt or a list of them.
-            params: for all prompts, or one for each; None means the defaults.
+            params: for all prompts, or one for each; None means the defaults. With
+                ``SamplingParams(n=4)`` or ``BeamSearchParams(width=4)`` an output has 4
+                ``samples``.
             cache_salt: prefixes are shared only between requests with the same salt.
 
         Raises:
@@ -74,7 +82,7 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params | Sequence[Params] | None = None,
         *,
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
@@ -138,7 +146,7 @@ class LLM:
     def _run(
         self,
         prompts: list[list[int]],
-        params: list[SamplingParams],
+        params: list[Params],
         cache_salt: str | None,
         *,
         reserve: bool = False,
@@ -149,7 +157,7 @@ class LLM:
     def _run_alone(
         self,
         prompts: list[list[int]],
-        params: list[SamplingParams],
+        params: list[Params],
         cache_salt: str | None,
         reserve: bool,
     ) -> list[RequestOutput]:
@@ -182,10 +190,8 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return cast("list[Prompt]", items)
 
 
-def _params_for(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
+def _params_for(params: Params | Sequence[Params] | None, count: int) -> list[Params]:
+    if params is None or isinstance(params, SamplingParams | BeamSearchParams):
         return [params or SamplingParams()] * count
     if len(params) != count:
         raise RequestError(

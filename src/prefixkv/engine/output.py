@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixkv.engine.sampler import token_logprobs
 from prefixkv.request import TokenLogprobs
 
 
@@ -69,10 +73,22 @@ class TextStream:
 class PromptLogprobs:
     """Log-probabilities of a prompt's tokens, gathered over the chunks that compute it."""
 
-    def __init__(self, num_prompt_tokens: int) -> None:
-        self._num_prompt_tokens = num_prompt_tokens
+    def __init__(self, prompt: Sequence[int], top: int) -> None:
+        self._prompt = prompt
+        self._top = top
         self.values: list[TokenLogprobs | None] = [None]  # nothing precedes the first token
 
     @property
     def complete(self) -> bool:
-        return len(self.values) == self._num_prompt_tokens
+        return len(self.values) == len(self._prompt)
+
+    def add(self, start: int, stop: int, rows: NDArray[np.float32]) -> None:
+        """Take the logits of tokens [start, stop); a preempted request sees some of them twice.
+
+        Row i of a prompt is about its token i + 1.
+        """
+        first = max(start, len(self.values) - 1)
+        last = min(stop, len(self._prompt) - 1)
+        if first < last:
+            tokens = self._prompt[first + 1 : last + 1]
+            self.values += token_logprobs(rows[first - start : last - start], tokens, self._top)

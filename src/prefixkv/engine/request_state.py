@@ -3,73 +3,162 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 from prefixkv.cache import BlockTable, Sequence
-from prefixkv.request import FinishReason, RequestMetrics, SamplingParams
+from prefixkv.request import BeamSearchParams, FinishReason, Params, RequestMetrics
+
+
+class SequenceState:
+    """One continuation of a request's prompt: a sample or a beam. The scheduler writes it.
+
+    ``seq`` holds prompt and output tokens.
+    """
+
+    __slots__ = ("finish_reason", "index", "output_token_ids", "seq", "stop_reason")
+
+    def __init__(self, index: int, seq: Sequence, output_token_ids: Iterable[int] = ()) -> None:
+        self.index = index
+        self.seq = seq
+        self.output_token_ids = list(output_token_ids)
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.seq.num_tokens
+
+    def fork(self) -> SequenceState:
+        """The same tokens, in a sequence that goes on by itself."""
+        return SequenceState(self.index, self.seq.fork(), self.output_token_ids)
+
+    def append(self, token: int) -> None:
+        self.output_token_ids.append(token)
+        self.seq.append([token])
+
+
+class Branch:
+    """Sequences of one request that agree so far, and their one block table.
+
+    ``num_tokens`` is how far they agree; the branch parts when its table has got there. ``table``
+    is None while the request waits, and so is its claim on blocks.
+    """
+
+    __slots__ = ("num_tokens", "sequences", "table")
+
+    def __init__(self, sequences: list[SequenceState], table: BlockTable | None = None) -> None:
+        self.sequences = sequences
+        self.table = table
+        self.num_tokens = 0
+        self.compare()
+
+    def compare(self) -> None:
+        """Find out how far the sequences agree."""
+        first, *others = self.sequences
+        self.num_tokens = min(
+            (first.seq.shared_prefix(other.seq) for other in others), default=first.num_tokens
+        )
+
+    def advance(self) -> None:
+        """Take in what was appended: one sequence is known to its end, several part here first."""
+        if len(self.sequences) == 1:
+            self.num_tokens = self.sequences[0].num_tokens
+
+    @property
+    def seq(self) -> Sequence:
+        """One that has the branch's tokens, and maybe more."""
+        return self.sequences[0].seq
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return 0 if self.table is None else self.table.num_computed_tokens
+
+    def due(self) -> list[SequenceState]:
+        """Those that need a new token once the branch is computed."""
+        return [each for each in self.sequences if each.num_tokens == self.num_tokens]
 
 
 class RequestState:
     """One request from arrival to end. The scheduler writes it; others read.
 
-    One that ``reserves`` computes its prompt, generates nothing and leaves a reservation. ``seq``
-    holds prompt and output tokens. ``table`` is None while the request waits, and so is its
-    claim on blocks: waiting, preempted and finished requests hold none.
+    It starts as one branch, its prompt, which parts as its sequences do; preempted, it comes back
+    as one branch again. Beam search begins with one sequence, of which the others are made. One
+    that ``reserves`` computes its prompt, generates nothing and leaves a reservation.
+    ``put_off`` are sequences that start when all others have ended, for want of room.
     """
 
     __slots__ = (
         "arrival",
         "arrival_time",
-        "finish_reason",
+        "branches",
+        "cache_salt",
         "held_steps",
         "max_tokens",
         "metrics",
         "num_cached_tokens",
-        "num_prompt_tokens",
-        "output_token_ids",
         "params",
         "prompt",
+        "put_off",
         "request_id",
         "reserves",
-        "seq",
-        "stop_reason",
-        "table",
+        "sequences",
     )
 
     def __init__(
         self,
         request_id: str,
         prompt: list[int],
-        params: SamplingParams,
+        params: Params,
         seq: Sequence,
         *,
         arrival: int,
         max_tokens: int,
+        cache_salt: str | None = None,
         reserves: bool = False,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
         self.params = params
-        self.seq = seq
         self.arrival = arrival
         self.max_tokens = max_tokens
+        self.cache_salt = cache_salt
         self.reserves = reserves
-        self.num_prompt_tokens = len(prompt)
-        self.output_token_ids: list[int] = []
-        self.table: BlockTable | None = None
+        self.sequences = [SequenceState(0, seq)]
+        if not isinstance(params, BeamSearchParams):
+            self.sequences += [SequenceState(i, seq.fork()) for i in range(1, params.n)]
+        self.branches = [Branch(list(self.sequences))]
+        self.put_off: list[SequenceState] = []
         self.num_cached_tokens = 0
         self.held_steps = 0
-        self.finish_reason: FinishReason | None = None
-        self.stop_reason: str | int | None = None
         self.arrival_time = time.perf_counter()
         self.metrics = RequestMetrics()
 
     @property
-    def num_tokens(self) -> int:
-        return self.num_prompt_tokens + len(self.output_token_ids)
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt)
 
     @property
-    def num_computed_tokens(self) -> int:
-        return 0 if self.table is None else self.table.num_computed_tokens
+    def width(self) -> int | None:
+        """Of beam search; None for samples."""
+        return self.params.width if isinstance(self.params, BeamSearchParams) else None
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences that it runs, or may come to run, at once."""
+        return self.width or sum(len(branch.sequences) for branch in self.branches)
+
+    @property
+    def ended(self) -> bool:
+        return not self.branches
+
+    @property
+    def waits(self) -> bool:
+        """Whether it holds no blocks: it is new, preempted or has ended."""
+        return all(branch.table is None for branch in self.branches)
+
+    def live(self) -> list[SequenceState]:
+        """Sequences that have not ended and are not put off, in the order of their branches."""
+        return [sequence for branch in self.branches for sequence in branch.sequences]
 
     def elapsed(self) -> float:
         """Seconds since the request arrived."""

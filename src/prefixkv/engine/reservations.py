@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from prefixkv.cache import CacheManager, Pin, Sequence
 from prefixkv.engine.request_state import RequestState
@@ -17,15 +18,22 @@ class Reservations:
 
     Args:
         prefix_cache: the cache's system.
-        max_model_len: tokens of the longest request.
+        most_blocks: how many blocks the longest request needs, of those that may come or are there.
     """
 
-    def __init__(self, cache: CacheManager, prefix_cache: str, max_model_len: int) -> None:
+    def __init__(
+        self, cache: CacheManager, prefix_cache: str, most_blocks: Callable[[], int]
+    ) -> None:
         self._cache = cache
         self._prefix_cache = prefix_cache
-        self._max_model_len = max_model_len
+        self._most_blocks = most_blocks
         self._pins: dict[str, tuple[Reservation, Pin]] = {}
         self._blocks: Counter[int] = Counter()  # of the pins, and how many of them hold each
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that they hold."""
+        return len(self._blocks)
 
     def listed(self) -> list[Reservation]:
         """All of them, the oldest first."""
@@ -66,8 +74,9 @@ class Reservations:
         Raises:
             RequestError: too few blocks would be left.
         """
-        assert request.table is not None  # it has just been computed
-        pin = self._cache.reserve(request.table, request.num_prompt_tokens)
+        (branch,) = request.branches
+        assert branch.table is not None  # it has just been computed
+        pin = self._cache.reserve(branch.table, request.num_prompt_tokens)
         try:
             self._check_left(sum(block not in self._blocks for block in pin.blocks))
         except RequestError:
@@ -104,13 +113,12 @@ class Reservations:
     def _check_left(self, more: int) -> None:
         held = len(self._blocks) + more
         left = self._cache.num_blocks - held
-        needed = -(-self._max_model_len // self._cache.block_size)
+        needed = self._most_blocks()
         if left < needed:
             raise RequestError(
                 f"{held} blocks would be reserved, which leaves {max(left, 0)} of "
-                f"{self._cache.num_blocks}, and the longest request needs {needed} "
-                f"({self._max_model_len} tokens); reserve less, give the pool more blocks or lower "
-                "max_model_len",
+                f"{self._cache.num_blocks}, and the longest request needs {needed}; reserve less, "
+                "give the pool more blocks or lower max_model_len",
                 code="no_room_for_reservation",
             )
 

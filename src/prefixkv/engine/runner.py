@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from prefixkv.cache import step_arrays
-from prefixkv.engine.scheduler import Step
+from prefixkv.engine.step import Step
 from prefixkv.model.attention import PagedAttention, StepLayout
 from prefixkv.model.llama import Llama
 
@@ -26,7 +26,7 @@ class Runner:
         """
         self.attention.copy_blocks(step.copies)
         token_ids, positions, query_start, num_computed, table_start, block_ids = step_arrays(
-            [work.request.seq for work in step.work],
+            [work.seq for work in step.work],
             [work.table for work in step.work],
             [work.start for work in step.work],
             [work.stop for work in step.work],

@@ -17,17 +17,20 @@ Row = NDArray[np.float32]
 
 
 class TokenSampler:
-    """Chooses the tokens of one request; its random stream lives as long as the request.
+    """Chooses the tokens of one sample; its random stream lives as long as the sample.
 
     Args:
+        index: of the sample, which has a seed of its own.
         end_token_ids: tokens that end the request; not chosen before ``params.min_tokens``.
     """
 
-    def __init__(self, params: SamplingParams, end_token_ids: Collection[int]) -> None:
+    def __init__(
+        self, params: SamplingParams, end_token_ids: Collection[int], index: int = 0
+    ) -> None:
         self.params = params
         self._end = np.array(sorted(end_token_ids), dtype=np.int64)
-        seed = None if params.seed is None else params.seed % 2**64
-        self._random = np.random.Generator(np.random.PCG64(seed))
+        seed = params.seed_of(index)
+        self._random = np.random.Generator(np.random.PCG64(None if seed is None else seed % 2**64))
 
     def sample(self, logits: Row, num_output_tokens: int) -> int:
         """The next token; of equally likely ones the first.
@@ -43,9 +46,7 @@ class TokenSampler:
         if num_output_tokens < params.min_tokens and len(self._end):
             logits = logits.copy()
             logits[self._end] = -np.inf
-        best = int(logits.argmax())  # the first NaN, if there is one
-        if not np.isfinite(logits[best]):
-            raise ArithmeticError(f"the model's logits hold {logits[best]} for token {best}")
+        best = most_likely(logits)
         return best if params.temperature == 0.0 else self._draw(logits)
 
     def _draw(self, logits: Row) -> int:
@@ -73,6 +74,35 @@ class TokenSampler:
         return index if tokens is None else int(tokens[index])
 
 
+def most_likely(logits: Row) -> int:
+    """The most likely token, of equals the first.
+
+    Raises:
+        ArithmeticError: the logits are no numbers.
+    """
+    best = int(logits.argmax())  # the first NaN, if there is one
+    if not np.isfinite(logits[best]):
+        raise ArithmeticError(f"the model's logits hold {logits[best]} for token {best}")
+    return best
+
+
+def log_softmax(logits: Row) -> NDArray[np.float64]:
+    """Log-probabilities of all tokens, in float64."""
+    values = logits.astype(np.float64)
+    values -= values.max()
+    values -= np.log(np.exp(values).sum())
+    return values
+
+
+def largest(values: NDArray[np.float64], count: int) -> NDArray[np.int64]:
+    """Where the ``count`` largest values are, the largest first, of equals the first."""
+    count = min(count, len(values))
+    if not count:
+        return np.empty(0, dtype=np.int64)
+    found = np.flatnonzero(values >= np.partition(values, -count)[-count])
+    return found[np.argsort(-values[found], kind="stable")][:count]
+
+
 def token_logprobs(
     logits: NDArray[np.float32], token_ids: Sequence[int], top: int
 ) -> list[TokenLogprobs]:
@@ -87,13 +117,6 @@ def token_logprobs(
 
 
 def _logprobs(logits: Row, token: int, top: int) -> TokenLogprobs:
-    values = logits.astype(np.float64)
-    values -= values.max()
-    values -= np.log(np.exp(values).sum())
-    best: tuple[tuple[int, float], ...] = ()
-    top = min(top, len(values))
-    if top:
-        largest = np.flatnonzero(values >= np.partition(values, -top)[-top])
-        largest = largest[np.argsort(-values[largest], kind="stable")][:top]
-        best = tuple((int(each), float(values[each])) for each in largest)
+    values = log_softmax(logits)
+    best = tuple((int(each), float(values[each])) for each in largest(values, top))
     return TokenLogprobs(token, float(values[token]), best)

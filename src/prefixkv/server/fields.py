@@ -75,9 +75,12 @@ def unsupported(field: str, value: Any, *neutral: Any) -> RequestError:
 
 
 def _drop_best_of(kept: dict[str, Any]) -> None:
+    if kept.get("use_beam_search") is True:  # where it is the width
+        return
     if "best_of" in kept and kept.pop("best_of") != kept.get("n", 1):
         raise RequestError(
-            "best_of differs from n; choosing the best of more is not supported: leave it out",
+            "best_of differs from n; choosing the best of more is supported in beam search only: "
+            "leave it out",
             param="best_of",
             code="unsupported_parameter",
         )

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 
 from prefixkv.errors import EngineError, RequestError
-from prefixkv.request import RequestOutput, SamplingParams
+from prefixkv.request import Params, RequestOutput
 from prefixkv.server.serving import Serving
 
 MAX_REQUEST_CHOICES = 1024
 
+# The number of a prompt, and what is new of it.
 Piece = tuple[int, RequestOutput]
 T = TypeVar("T")
 
@@ -34,7 +35,7 @@ class Job:
     id: str
     model: str
     prompts: Sequence[list[int]]
-    params: SamplingParams
+    params: Params
     n: int
     cache_salt: str | None
     stream: bool
@@ -52,34 +53,32 @@ class Job:
     def num_choices(self) -> int:
         return len(self.prompts) * self.n
 
-    def choice(self, index: int) -> tuple[list[int], SamplingParams]:
-        """Prompt and parameters of a choice: a seed grows by one a choice, round the int64s."""
-        params = self.params
-        if params.seed is not None and index % self.n:
-            seed = (params.seed + index % self.n + 2**63) % 2**64 - 2**63
-            params = replace(params, seed=seed)
-        return self.prompts[index // self.n], params
-
 
 async def pieces(serving: Serving, job: Job) -> AsyncGenerator[Piece]:
-    """The pieces of all choices as they come; closing this aborts what still runs.
+    """The pieces of all prompts as they come; closing this aborts what still runs.
 
     Raises:
         RequestError: the engine refuses the request.
         EngineError: the engine failed or stopped before the end.
     """
     streams = []
-    for index in range(job.num_choices):
-        prompt, params = job.choice(index)
+    for index, prompt in enumerate(job.prompts):
         stream = serving.engine.generate(
-            prompt, params, request_id=f"{job.id}-{index}", cache_salt=job.cache_salt
+            prompt, job.params, request_id=f"{job.id}-{index}", cache_salt=job.cache_salt
         )
         streams.append(serving.latencies.observe(stream))
-    async with aclosing(_merged(streams)) as merged:
-        async for index, piece in merged:
-            if piece.finish_reason in ("abort", "error"):
-                raise EngineError(piece.error or "the request was aborted: the server is stopping")
-            yield index, piece
+    try:
+        async with aclosing(_merged(streams)) as merged:
+            async for index, piece in merged:
+                if any(each.finish_reason in ("abort", "error") for each in piece.samples):
+                    raise EngineError(
+                        piece.error or "the request was aborted: the server is stopping"
+                    )
+                yield index, piece
+    except RequestError as error:
+        if error.param == "width":  # which HTTP calls otherwise
+            error.param = "best_of"
+        raise
 
 
 async def _merged(streams: Sequence[AsyncGenerator[RequestOutput]]) -> AsyncGenerator[Piece]:
@@ -114,8 +113,8 @@ async def _merged(streams: Sequence[AsyncGenerator[RequestOutput]]) -> AsyncGene
 
 
 async def collected(serving: Serving, job: Job) -> list[RequestOutput]:
-    """The whole outputs of all choices, by index."""
-    outputs = [RequestOutput(f"{job.id}-{index}") for index in range(job.num_choices)]
+    """The whole outputs of all prompts, in their order."""
+    outputs = [RequestOutput(f"{job.id}-{index}") for index in range(len(job.prompts))]
     async with aclosing(pieces(serving, job)) as stream:
         async for index, piece in stream:
             outputs[index].extend(piece)

@@ -90,22 +90,24 @@ class Latencies:
 
     async def observe(self, stream: AsyncGenerator[RequestOutput]) -> AsyncGenerator[RequestOutput]:
         """Pass a request's pieces on and time them; closing this closes the stream."""
-        start = last = time.perf_counter()
-        seen = False
+        start = time.perf_counter()
+        last: dict[int, float] = {}  # when each sample got its last token
         async with aclosing(stream) as pieces:
             async for piece in pieces:
                 now = time.perf_counter()
-                if piece.token_ids:
-                    self._tokens(len(piece.token_ids), now - last, first=not seen)
-                    seen, last = True, now
-                if piece.finish_reason in ("stop", "length"):
+                for sample in piece.samples:
+                    if not sample.token_ids:
+                        continue
+                    if not last:
+                        self.first_token.observe(now - start)
+                    elif sample.index in last:
+                        self._tokens(len(sample.token_ids), now - last[sample.index])
+                    last[sample.index] = now
+                if piece.finished and piece.finish_reason in ("stop", "length"):
                     self.request.observe(now - start)
                 yield piece
 
-    def _tokens(self, count: int, seconds: float, *, first: bool) -> None:
-        if first:
-            self.first_token.observe(seconds)
-            return
+    def _tokens(self, count: int, seconds: float) -> None:
         for _ in range(count):
             self.inter_token.observe(seconds / count)
 

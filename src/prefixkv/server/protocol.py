@@ -19,7 +19,13 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, from_json
 
 from prefixkv.errors import RequestError
-from prefixkv.request import MAX_STOP_STRINGS, SamplingParams
+from prefixkv.request import (
+    MAX_BEAM_WIDTH,
+    MAX_STOP_STRINGS,
+    BeamSearchParams,
+    Params,
+    SamplingParams,
+)
 from prefixkv.server.errors import shown, validation_error
 from prefixkv.server.fields import honoured
 
@@ -93,12 +99,13 @@ class CompletionBase(_Request):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling_params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """The parameters of one choice.
+        """The parameters of the choices of a prompt.
 
         Raises:
             RequestError: a value is out of its limits.
         """
         return SamplingParams(
+            n=self.n,
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=0 if self.top_k == -1 else self.top_k,  # others write -1 for "all"
@@ -123,7 +130,7 @@ class ChatRequest(CompletionBase):
     top_logprobs: int | None = None
 
     def params(self) -> SamplingParams:
-        """The parameters of one choice; without a limit a reply may fill the context."""
+        """The parameters of all choices; without a limit a reply may fill the context."""
         newer, older = self.max_completion_tokens, self.max_tokens
         if newer is not None and older is not None and newer != older:
             raise RequestError(
@@ -144,11 +151,59 @@ class CompletionRequest(CompletionBase):
 
     prompt: Any
     logprobs: int | None = None
+    use_beam_search: bool = False
+    best_of: int | None = Field(None, ge=1, le=MAX_BEAM_WIDTH)
+    length_penalty: float = 1.0
+    early_stopping: Any = False  # true, false or "never"
 
-    def params(self) -> SamplingParams:
-        """The parameters of one choice; without a limit a completion has 16 tokens."""
+    def params(self) -> Params:
+        """The parameters of all choices; without a limit a completion has 16 tokens.
+
+        Raises:
+            RequestError: a value is out of its limits, or a field has no meaning beside another.
+        """
         limit = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        if self.use_beam_search:
+            return self._beam_search_params(limit)
+        for name in _OF_BEAM_SEARCH & self.model_fields_set:
+            raise RequestError(
+                f"{name} is {shown(getattr(self, name))} without beam search; leave it out, or set "
+                "use_beam_search to true",
+                param=name,
+            )
         return self.sampling_params(max_tokens=limit, logprobs=self.logprobs)
+
+    def _beam_search_params(self, max_tokens: int) -> BeamSearchParams:
+        for name, neutral in _OF_SAMPLING.items():
+            value = getattr(self, name)
+            if value not in neutral:
+                raise RequestError(
+                    f"{name} is {shown(value)}, which has no meaning in beam search; leave it out",
+                    param=name,
+                )
+        return BeamSearchParams(
+            width=self.n if self.best_of is None else self.best_of,
+            n=self.n,
+            length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            logprobs=self.logprobs,
+            skip_special_tokens=self.skip_special_tokens,
+        )
+
+
+_OF_BEAM_SEARCH = {"length_penalty", "early_stopping"}
+# Fields of sampling, with what they may be in beam search, which is greedy over the beams.
+_OF_SAMPLING: dict[str, tuple[Any, ...]] = {
+    "temperature": (0, 1),
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "stop": ([],),
+}
 
 
 class ReservationRequest(_Request):

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from prefixkv import __version__
-from prefixkv.request import SamplingParams
+from prefixkv.request import Params
 from prefixkv.server.errors import error_body
 from prefixkv.server.generation import Job, collected, while_connected
 from prefixkv.server.messages import chat_messages
@@ -108,7 +108,7 @@ def _completion(data: bytes) -> CompletionRequest:
 
 
 def _job(
-    kind: str, body: CompletionBase, model: str, prompts: list[list[int]], params: SamplingParams
+    kind: str, body: CompletionBase, model: str, prompts: list[list[int]], params: Params
 ) -> Job:
     return Job(
         id=f"{kind}-{uuid.uuid4().hex}",
@@ -127,6 +127,10 @@ async def _answer(serving: Serving, request: Request, job: Job, shape: Shape) ->
     if job.stream:
         return await streamed(serving, request, job, shape, created)
     outputs = await while_connected(request, collected(serving, job))
-    choices = [shape.choice(index, output) for index, output in enumerate(outputs)]
-    answer = envelope(job, created, shape.whole, choices) | {"usage": usage(job, outputs)}
+    choices = [
+        shape.choice(at * job.n + sample.index, sample)
+        for at, output in enumerate(outputs)
+        for sample in output.samples
+    ]
+    answer = envelope(job, created, shape.whole, choices) | {"usage": usage(outputs)}
     return JSONResponse(answer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from prefixkv.request import RequestOutput
+from prefixkv.request import RequestOutput, SampleOutput
 from prefixkv.server.generation import Job
 from prefixkv.server.logprobs import chat_logprobs, completion_logprobs
 from prefixkv.server.serving import TokenTexts
@@ -22,10 +22,10 @@ class Shape(Protocol):
     def opening(self, index: int) -> Object | None:
         """The choice that comes before all text, if the dialect has one."""
 
-    def delta(self, index: int, piece: RequestOutput) -> Object | None:
+    def delta(self, index: int, piece: SampleOutput) -> Object | None:
         """A streamed piece of a choice; None when it has nothing to say."""
 
-    def choice(self, index: int, output: RequestOutput) -> Object:
+    def choice(self, index: int, output: SampleOutput) -> Object:
         """A whole choice."""
 
 
@@ -39,19 +39,19 @@ class ChatShape:
         self._token_text = token_text
 
     def opening(self, index: int) -> Object | None:
-        return _choice(index, "delta", {"role": "assistant", "content": ""}, RequestOutput(""))
+        return _choice(index, "delta", {"role": "assistant", "content": ""}, SampleOutput())
 
-    def delta(self, index: int, piece: RequestOutput) -> Object | None:
+    def delta(self, index: int, piece: SampleOutput) -> Object | None:
         if _says_nothing(piece):
             return None
         delta = {"content": piece.text} if piece.text else {}
         return self._with_logprobs(_choice(index, "delta", delta, piece), piece)
 
-    def choice(self, index: int, output: RequestOutput) -> Object:
+    def choice(self, index: int, output: SampleOutput) -> Object:
         message = {"role": "assistant", "content": output.text, "refusal": None}
         return self._with_logprobs(_choice(index, "message", message, output), output)
 
-    def _with_logprobs(self, choice: Object, output: RequestOutput) -> Object:
+    def _with_logprobs(self, choice: Object, output: SampleOutput) -> Object:
         if output.logprobs is not None:
             content = chat_logprobs(output.logprobs, self._token_text)
             choice["logprobs"] = {"content": content, "refusal": None}
@@ -71,10 +71,10 @@ class CompletionShape:
     def opening(self, index: int) -> Object | None:  # noqa: ARG002 - text has no role
         return None
 
-    def delta(self, index: int, piece: RequestOutput) -> Object | None:
+    def delta(self, index: int, piece: SampleOutput) -> Object | None:
         return None if _says_nothing(piece) else self.choice(index, piece)
 
-    def choice(self, index: int, output: RequestOutput) -> Object:
+    def choice(self, index: int, output: SampleOutput) -> Object:
         choice = _choice(index, "text", output.text, output)
         if output.logprobs is not None:
             offset = self._offsets.get(index, 0)
@@ -95,15 +95,11 @@ def envelope(job: Job, created: int, kind: str, choices: Sequence[Object]) -> Ob
     }
 
 
-def usage(job: Job, outputs: Sequence[RequestOutput]) -> Object:
-    """Token counts of a request: its prompts once, the output of all its choices.
-
-    A prompt's cached tokens are those of its first choice: what the cache held before the request.
-    """
-    first = outputs[:: job.n]
-    prompt = sum(output.num_prompt_tokens for output in first)
-    completion = sum(len(output.token_ids) for output in outputs)
-    cached = sum(output.num_cached_tokens for output in first)
+def usage(outputs: Sequence[RequestOutput]) -> Object:
+    """Token counts of a request: its prompts once, the output of all its choices."""
+    prompt = sum(output.num_prompt_tokens for output in outputs)
+    completion = sum(len(each.token_ids) for output in outputs for each in output.samples)
+    cached = sum(output.num_cached_tokens for output in outputs)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -112,11 +108,11 @@ def usage(job: Job, outputs: Sequence[RequestOutput]) -> Object:
     }
 
 
-def _says_nothing(piece: RequestOutput) -> bool:
-    return not (piece.text or piece.logprobs or piece.finished)
+def _says_nothing(piece: SampleOutput) -> bool:
+    return not (piece.text or piece.logprobs or piece.finish_reason)
 
 
-def _choice(index: int, name: str, content: Any, output: RequestOutput) -> Object:
+def _choice(index: int, name: str, content: Any, output: SampleOutput) -> Object:
     return {
         "index": index,
         name: content,

@@ -68,7 +68,7 @@ async def _events(
 async def _objects(
     job: Job, shape: Shape, created: int, first: Piece, stream: AsyncGenerator[Piece]
 ) -> AsyncGenerator[Object]:
-    counts = [RequestOutput("") for _ in range(job.num_choices)]
+    counts = [RequestOutput("") for _ in job.prompts]
     piece_of = _Pieces(job, shape.piece, created)
     async with aclosing(stream):
         for index in range(job.num_choices):
@@ -77,14 +77,15 @@ async def _objects(
                 yield piece_of(opening)
         current: Piece | None = first
         while current is not None:
-            index, output = current
-            counts[index].extend(output)
-            delta = shape.delta(index, output)
-            if delta is not None:
-                yield piece_of(delta)
+            at, output = current
+            counts[at].extend(output)
+            for sample in output.samples:
+                delta = shape.delta(at * job.n + sample.index, sample)
+                if delta is not None:
+                    yield piece_of(delta)
             current = await anext(stream, None)
     if job.include_usage:
-        yield envelope(job, created, shape.piece, []) | {"usage": usage(job, counts)}
+        yield envelope(job, created, shape.piece, []) | {"usage": usage(counts)}
 
 
 class _Pieces:
