@@ -12,7 +12,7 @@ from torch import Tensor
 from prefixkv.config import EngineOptions
 from prefixkv.engine.engine import Engine
 from prefixkv.engine.reservations import reservation_of
-from prefixkv.engine.scheduler import Step
+from prefixkv.engine.step import Step
 from prefixkv.request import RequestOutput, Reservation, SamplingParams
 
 
@@ -36,10 +36,10 @@ class Answer:
 
 
 class Bench:
-    """An engine under observation."""
+    """An engine under observation, in float32 whatever the machine prefers."""
 
-    def __init__(self, model: Path | None, **options: Any) -> None:
-        self.engine = Engine(EngineOptions(model=model, **options))
+    def __init__(self, model: Path | None, *, dtype: str = "float32", **options: Any) -> None:
+        self.engine = Engine(EngineOptions(model=model, dtype=dtype, **options))
         self._answers: dict[str, Answer] = {}
         self._run = self.engine.runner.run
         self.engine.runner.run = self._tap  # type: ignore[method-assign]
@@ -49,7 +49,7 @@ class Bench:
         row = 0
         for work in step.work:
             row += work.num_logits
-            if work.samples:
+            if work.due:
                 self._answers[work.request.request_id].logits.append(logits[row - 1].clone())
         return logits
 

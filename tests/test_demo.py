@@ -127,7 +127,7 @@ def test_an_answer_that_differs_is_an_error(model: Path, monkeypatch: pytest.Mon
         pieces = step(engine)
         if engine.options.prefix_cache == "off":
             for piece in pieces:
-                piece.token_ids = [token + 1 for token in piece.token_ids]
+                piece.samples[0].token_ids = [token + 1 for token in piece.token_ids]
         return pieces
 
     monkeypatch.setattr(Engine, "step", lie)

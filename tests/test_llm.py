@@ -329,7 +329,7 @@ def test_a_token_that_cannot_be_chosen_ends_its_own_request_alone(
 
     (alone,) = llm.generate("b", GREEDY)
     first, second = llm.engine.add([5, 6], GREEDY), llm.engine.add([7, 8], GREEDY)
-    monkeypatch.setattr(llm.engine._live[first].sampler, "sample", fail)
+    monkeypatch.setattr(llm.engine._live[first].generation._samplers[0], "sample", fail)
     ends = {}
     while llm.engine.has_work:
         ends |= {piece.request_id: piece.finish_reason for piece in llm.engine.step()}
@@ -354,7 +354,7 @@ def test_text_that_cannot_be_made_ends_its_own_request_alone(
         raise UnicodeError("no text")
 
     first, second = llm.engine.add([5, 6], GREEDY), llm.engine.add([7, 8], GREEDY)
-    monkeypatch.setattr(llm.engine._live[first].text, method, fail)
+    monkeypatch.setattr(llm.engine._live[first].generation._texts[0], method, fail)
     ends = {}
     while llm.engine.has_work:
         ends |= {piece.request_id: piece.finish_reason for piece in llm.engine.step()}

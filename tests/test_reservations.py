@@ -20,7 +20,7 @@ from torch import Tensor
 
 from live_server import BLOCK_SIZE, DEADLINE, LiveServer, eventually, running
 from prefixkv import LLM, Reservation, SamplingParams
-from prefixkv.engine.scheduler import Step
+from prefixkv.engine.step import Step
 from prefixkv.errors import ConfigError, ContextLengthError, EngineError, RequestError
 from prefixkv.server.reservations import admin_key, read_files, reserve_file
 from prefixkv.server.serving import Serving

@@ -10,7 +10,8 @@ import pytest
 from prefixkv.cache import make_cache
 from prefixkv.config import SchedulerConfig
 from prefixkv.engine.request_state import RequestState
-from prefixkv.engine.scheduler import Scheduler, Step
+from prefixkv.engine.scheduler import Scheduler
+from prefixkv.engine.step import Step
 from prefixkv.request import SamplingParams
 
 
@@ -45,10 +46,11 @@ class Server:
 
     def step(self) -> Step:
         step = self.scheduler.schedule()
-        self.scheduler.update(step, [7 if work.samples else None for work in step.work])
+        self.scheduler.update(step, [[7] * len(work.due) for work in step.work])
         for work in step.work:
-            if len(work.request.output_token_ids) >= work.request.max_tokens:
-                self.scheduler.finish(work.request, "length")
+            for sequence in work.due:
+                if len(sequence.output_token_ids) >= work.request.max_tokens:
+                    self.scheduler.finish_sequence(work.request, sequence, "length")
         self.cache.check()
         return step
 
@@ -144,7 +146,7 @@ def test_when_the_one_they_wait_for_is_aborted_the_others_still_end() -> None:
         server.step()
     server.scheduler.finish(first, "abort")
     server.run()
-    assert [request.finish_reason for request in others] == ["length"] * 3
+    assert [request.sequences[0].finish_reason for request in others] == ["length"] * 3
     # 48 tokens were computed and stay cached; one of the others computed the rest.
     assert server.scheduler.stats.computed_tokens == len(document) + 3 * 2
 
@@ -180,9 +182,9 @@ def test_with_an_empty_pool_the_youngest_is_preempted_and_comes_back() -> None:
     old = server.add(list(range(15)), max_tokens=10)
     young = server.add(list(range(100, 114)), max_tokens=10)
     server.run()
-    assert (old.metrics.num_preemptions, old.finish_reason) == (0, "length")
+    assert (old.metrics.num_preemptions, old.sequences[0].finish_reason) == (0, "length")
     assert young.metrics.num_preemptions >= 1
-    assert len(young.output_token_ids) == 10
+    assert len(young.sequences[0].output_token_ids) == 10
     assert server.cache.num_free_blocks == 8
 
 
