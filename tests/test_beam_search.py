@@ -1,0 +1,244 @@
+"""Beam search against ``transformers`` (version 5), on a tiny model in float32."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from prefixkv import LLM, BeamSearchParams, RequestOutput, SamplingParams
+from prefixkv.errors import RequestError
+from tiny_model import random_tokens
+
+TIE = 1e-5  # of scores
+PENALTIES = (-1.0, -0.5, 0.0, 0.5, 1.0, 2.0)
+
+
+@pytest.fixture(scope="module")
+def theirs(model: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def ours(model: Path) -> LLM:
+    return LLM(model, num_blocks=256, dtype="float32")
+
+
+@dataclass
+class Found:
+    """What a search found: token ids and scores, the best first."""
+
+    token_ids: list[list[int]]
+    scores: list[float]
+
+
+def search_ours(llm: LLM, prompt: list[int], end: list[int], params: dict[str, Any]) -> Found:
+    (output,) = llm.generate(
+        prompt, BeamSearchParams(ignore_eos=True, stop_token_ids=end, **params)
+    )
+    samples = output.samples
+    assert [sample.index for sample in samples] == list(range(len(samples)))
+    return Found([s.token_ids for s in samples], [s.score for s in samples])
+
+
+def search_theirs(
+    model: PreTrainedModel, prompt: list[int], end: list[int], params: dict[str, Any]
+) -> Found:
+    least = params.get("min_tokens", 0)
+    out = model.generate(
+        torch.tensor([prompt]),
+        num_beams=params["width"],
+        num_return_sequences=params["width"],
+        max_new_tokens=params["max_tokens"],
+        min_new_tokens=least or None,
+        length_penalty=params["length_penalty"],
+        early_stopping=params["early_stopping"],
+        eos_token_id=end,
+        pad_token_id=0,
+        do_sample=False,
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
+    rows = out.sequences[:, len(prompt) :].tolist()
+    return Found([_cut(row, end, least) for row in rows], out.sequences_scores.tolist())
+
+
+def _cut(row: list[int], end: list[int], least: int) -> list[int]:
+    """A row without its padding."""
+    ends = (at + 1 for at, token in enumerate(row) if token in end and at + 1 > least)
+    return row[: next(ends, len(row))]
+
+
+def differ_by_a_tie(left: Found, right: Found) -> bool:
+    """Whether what differs are hypotheses of the same scores: rounding chose between them."""
+    return all(abs(a - b) < TIE for a, b in zip(left.scores, right.scores, strict=True))
+
+
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+@pytest.mark.parametrize("width", [2, 3, 4, 6])
+def test_hypotheses_and_scores_are_those_of_transformers(
+    theirs: PreTrainedModel, ours: LLM, width: int, early_stopping: bool | str
+) -> None:
+    rng = random.Random(f"{width} {early_stopping}")
+    ties = ended = 0
+    for penalty in PENALTIES:
+        for case in range(4):
+            prompt = random_tokens(rng.choice([3, 16, 40]), ours.engine.vocab_size, case)
+            params: dict[str, Any] = {
+                "width": width,
+                "early_stopping": early_stopping,
+                "length_penalty": penalty,
+                "max_tokens": rng.choice([5, 20, 32]),
+                "min_tokens": rng.choice([0, 0, 3]),
+            }
+            end = likely_tokens(ours, prompt, rng)
+            mine = search_ours(ours, prompt, end, params)
+            reference = search_theirs(theirs, prompt, end, params)
+            ended += sum(tokens[-1] in end for tokens in mine.token_ids)
+            if mine.token_ids != reference.token_ids and differ_by_a_tie(mine, reference):
+                ties += 1
+                continue
+            assert mine.token_ids == reference.token_ids, (params, prompt, end)
+            for tokens, a, b in zip(mine.token_ids, mine.scores, reference.scores, strict=True):
+                # A negative penalty multiplies the sum, and with it the rounding of both sides.
+                scale = max(1.0, len(tokens) ** -penalty)
+                assert abs(a - b) <= 1e-4 * scale, (params, prompt, end)
+    assert ended  # hypotheses that ended early were among them
+    assert ties <= 1
+
+
+def likely_tokens(llm: LLM, prompt: list[int], rng: random.Random) -> list[int]:
+    """Tokens that end some of the hypotheses."""
+    (probe,) = llm.generate(prompt, BeamSearchParams(width=6, max_tokens=12, ignore_eos=True))
+    seen = sorted({token for sample in probe.samples for token in sample.token_ids})
+    return sorted(rng.sample(seen, rng.choice([1, 2, 5])))
+
+
+def test_one_beam_is_greedy(ours: LLM) -> None:
+    prompt = random_tokens(20, ours.engine.vocab_size)
+    (beam,) = ours.generate(prompt, BeamSearchParams(width=1, max_tokens=12, ignore_eos=True))
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
+    (plain,) = ours.generate(prompt, greedy)
+    assert beam.token_ids == plain.token_ids
+    assert plain.logprobs is not None
+    mean = sum(each.logprob for each in plain.logprobs) / 12
+    assert beam.samples[0].score == pytest.approx(mean, abs=1e-9)
+
+
+def test_n_gives_the_best_of_the_hypotheses(ours: LLM) -> None:
+    prompt = random_tokens(20, ours.engine.vocab_size)
+    (every,) = ours.generate(prompt, BeamSearchParams(width=4, max_tokens=8, ignore_eos=True))
+    (two,) = ours.generate(prompt, BeamSearchParams(width=4, n=2, max_tokens=8, ignore_eos=True))
+    assert two.samples == every.samples[:2]
+
+
+def test_logprobs_add_up_to_the_score(ours: LLM) -> None:
+    prompt = random_tokens(20, ours.engine.vocab_size)
+    params = BeamSearchParams(width=3, max_tokens=9, ignore_eos=True, logprobs=2, length_penalty=0)
+    for sample in ours.generate(prompt, params)[0].samples:
+        assert sample.logprobs is not None
+        assert [each.token_id for each in sample.logprobs] == sample.token_ids
+        assert all(len(each.top) == 2 for each in sample.logprobs)
+        assert sum(each.logprob for each in sample.logprobs) == pytest.approx(sample.score)
+
+
+def test_a_hypothesis_ends_with_its_end_token_which_is_not_in_its_text(ours: LLM) -> None:
+    prompt = random_tokens(20, ours.engine.vocab_size)
+    end = likely_tokens(ours, prompt, random.Random(1))
+    params = BeamSearchParams(width=4, max_tokens=20, ignore_eos=True, stop_token_ids=end)
+    ended = [s for s in ours.generate(prompt, params)[0].samples if s.finish_reason == "stop"]
+    assert ended
+    for sample in ended:
+        assert sample.stop_reason == sample.token_ids[-1]
+        assert sample.text == ours.engine.tokenizer.decode(sample.token_ids[:-1])
+
+
+def test_beams_in_company_find_what_they_find_alone(model: Path, ours: LLM) -> None:
+    prompts = [random_tokens(n, ours.engine.vocab_size, n) for n in (5, 18, 33)]
+    params = [
+        BeamSearchParams(width=3, max_tokens=12, ignore_eos=True),
+        SamplingParams(n=3, seed=1, max_tokens=12, ignore_eos=True),
+        BeamSearchParams(width=4, max_tokens=12, ignore_eos=True),
+    ]
+    alone = [ours.generate(p, each)[0].samples for p, each in zip(prompts, params, strict=True)]
+    small = LLM(model, num_blocks=12, block_size=8, dtype="float32", token_budget=16)
+    together = small.generate(prompts, params)
+    assert sum(output.metrics.num_preemptions for output in together) > 0
+    assert [output.samples for output in together] == alone
+    assert small.engine.cache.num_free_blocks == 12
+
+
+@pytest.mark.parametrize("prefix_cache", ["hash", "radix", "paged", "off"])
+def test_a_search_leaves_no_block_behind(model: Path, prefix_cache: str) -> None:
+    llm = LLM(model, num_blocks=32, block_size=4, prefix_cache=prefix_cache)
+    params = BeamSearchParams(width=5, max_tokens=15, ignore_eos=True)
+    for seed in range(3):
+        llm.generate(random_tokens(22, llm.engine.vocab_size, seed), params)
+        assert llm.engine.cache.num_free_blocks == 32
+        llm.engine.cache.check()
+
+
+def outcome(llm: LLM, prompt: list[int], **params: Any) -> RequestOutput | str:
+    try:
+        return llm.generate(prompt, BeamSearchParams(**params))[0]
+    except RequestError as error:
+        return f"{error.param}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({"width": 0}, "width: width is 0; it must be a whole number, from 1 to 128"),
+        ({"width": True}, "width: width is True; it must be a whole number, from 1 to 128"),
+        ({"width": 2, "n": 3}, "n: n is 3; it must be a whole number, from 1 to 2"),
+        (
+            {"length_penalty": float("nan")},
+            "length_penalty: length_penalty is nan; it must be a number from -16 to 16",
+        ),
+        (
+            {"early_stopping": "always"},
+            "early_stopping: early_stopping is 'always'; it must be true, false or 'never'",
+        ),
+        (
+            {"width": 5},
+            "width: the beam search has width 5, and 4 sequences run at once (max_num_seqs); use a "
+            "smaller one",
+        ),
+        (
+            {"width": 4, "max_tokens": 40},
+            "width: the beam search has width 4: after 20 tokens of prompt the pool has room for "
+            "28 in each beam, and 40 are asked for; lower width or max_tokens, or give the pool "
+            "more blocks",
+        ),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(
+    model: Path, params: dict[str, Any], expected: str
+) -> None:
+    llm = LLM(model, num_blocks=11, max_num_seqs=4)
+    assert outcome(llm, random_tokens(20, llm.engine.vocab_size), **params) == expected
+    assert not llm.engine.has_work
+
+
+def test_without_a_limit_the_beams_fill_the_pool(model: Path) -> None:
+    llm = LLM(model, num_blocks=11)
+    params = BeamSearchParams(width=3, max_tokens=None, ignore_eos=True)
+    (output,) = llm.generate(random_tokens(20, llm.engine.vocab_size), params)
+    assert [len(sample.token_ids) for sample in output.samples] == [44] * 3  # 1 + 3 * 3 blocks
+    assert llm.engine.cache.num_free_blocks == 11
+
+
+def test_beams_are_not_aborted_one_by_one(ours: LLM) -> None:
+    request_id = ours.engine.add([5, 6, 7], BeamSearchParams(width=3))
+    ours.engine.step()
+    with pytest.raises(RequestError, match="abort the request"):
+        ours.engine.abort(request_id, sample=1)
+    aborted = ours.engine.abort(request_id)
+    assert aborted is not None
+    assert (aborted.finish_reason, aborted.finished) == ("abort", True)
+    assert ours.engine.cache.num_free_blocks == 256
