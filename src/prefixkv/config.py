@@ -115,6 +115,11 @@ class SchedulerConfig:
     max_hold_steps: int = 1024
 
 
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    """Blocks that so many tokens fill, the last maybe in part."""
+    return -(-num_tokens // block_size)
+
+
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from prefixkv.config import SchedulerConfig
+from prefixkv.config import SchedulerConfig, blocks_for
 from prefixkv.errors import ContextLengthError, RequestError, brief
 from prefixkv.request import BeamSearchParams, Params
 
@@ -105,11 +105,6 @@ class Admission:
                     f"whole numbers from 0 to {self._vocab_size - 1}",
                     param=name,
                 )
-
-
-def blocks_for(num_tokens: int, block_size: int) -> int:
-    """Blocks that so many tokens fill, the last maybe in part."""
-    return -(-num_tokens // block_size)
 
 
 def blocks_for_beams(width: int, num_prompt: int, max_tokens: int, block_size: int) -> int:

@@ -12,8 +12,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixkv.config import EngineOptions
-from prefixkv.engine.admission import Admission, blocks_for, blocks_for_beams
+from prefixkv.config import EngineOptions, blocks_for
+from prefixkv.engine.admission import Admission, blocks_for_beams
 from prefixkv.engine.build import build_parts
 from prefixkv.engine.generation import Beams, Generation, Samples
 from prefixkv.engine.output import PromptLogprobs

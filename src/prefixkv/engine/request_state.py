@@ -6,7 +6,13 @@ import time
 from collections.abc import Iterable
 
 from prefixkv.cache import BlockTable, Sequence
-from prefixkv.request import BeamSearchParams, FinishReason, Params, RequestMetrics
+from prefixkv.request import (
+    BeamSearchParams,
+    FinishReason,
+    Params,
+    RequestMetrics,
+    SamplingParams,
+)
 
 
 class SequenceState:
@@ -141,6 +147,11 @@ class RequestState:
     def width(self) -> int | None:
         """Of beam search; None for samples."""
         return self.params.width if isinstance(self.params, BeamSearchParams) else None
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        params = self.params
+        return isinstance(params, SamplingParams) and params.prompt_logprobs is not None
 
     @property
     def num_seqs(self) -> int:

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 from prefixkv.cache import BlockTable, CacheManager, Grant, Hit
 from prefixkv.cache import Sequence as TokenSequence
-from prefixkv.config import SchedulerConfig
+from prefixkv.config import SchedulerConfig, blocks_for
 from prefixkv.engine.request_state import Branch, RequestState, SequenceState
 from prefixkv.engine.step import Step, Work
-from prefixkv.request import FinishReason, SamplingParams
+from prefixkv.request import FinishReason
 
 
 @dataclass(slots=True)
@@ -291,6 +291,8 @@ class Scheduler:
             if hit is not None and self._is_held(branch, hit, request.held_steps):
                 request.held_steps += 1
                 continue
+            if self._running and not self._all_fit(branch, hit):
+                return
             start = 0 if hit is None else hit.num_tokens
             stop = min(branch.num_tokens, start + budget)
             table = self.cache.table()
@@ -306,9 +308,22 @@ class Scheduler:
             budget -= stop - start
             room -= request.num_seqs
 
+    def _all_fit(self, branch: Branch, hit: Hit | None) -> bool:
+        """Whether there is room for all sequences as they are now, so that none soon has to go.
+
+        One sequence is not asked: it goes on as far as it comes.
+        """
+        if len(branch.sequences) == 1:
+            return True
+        block_size = self.config.block_size
+        shared = branch.num_tokens // block_size
+        own = (blocks_for(each.num_tokens, block_size) - shared for each in branch.sequences)
+        held = sum(self.cache.block(each).ref_cnt > 0 for each in (hit.blocks if hit else ()))
+        return shared + sum(own) - held <= self.cache.num_free_blocks
+
     def _lookup(self, request: RequestState, branch: Branch) -> Hit | None:
         # Logits of cached tokens do not exist, so a request that wants them computes them all.
-        if not self._looks_up or _prompt_logprobs(request):
+        if not self._looks_up or request.wants_prompt_logprobs:
             return None
         return self.cache.lookup(self._known(request, branch))
 
@@ -345,7 +360,7 @@ class Scheduler:
         assert branch.table is not None  # it has just been given room
         due = branch.due() if stop == branch.num_tokens and not request.reserves else ()
         num_logits = 1 if due else 0
-        if _prompt_logprobs(request) and not branch.sequences[0].output_token_ids:
+        if request.wants_prompt_logprobs and not branch.sequences[0].output_token_ids:
             num_logits = stop - start
         return Work(request, branch, branch.table, start, stop, num_logits, due)
 
@@ -387,8 +402,3 @@ class Scheduler:
             request.metrics.time_to_first_token = request.elapsed()
         sequence.append(token)
         self.stats.generation_tokens += 1
-
-
-def _prompt_logprobs(request: RequestState) -> bool:
-    params = request.params
-    return isinstance(params, SamplingParams) and params.prompt_logprobs is not None
