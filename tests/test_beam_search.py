@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from beams import check_equal, search_ours, search_theirs
 from prefixkv import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from prefixkv.errors import RequestError
 from tiny_model import random_tokens
 
-TIE = 1e-5  # of scores
 PENALTIES = (-1.0, -0.5, 0.0, 0.5, 1.0, 2.0)
 
 
@@ -27,56 +26,6 @@ def theirs(model: Path) -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def ours(model: Path) -> LLM:
     return LLM(model, num_blocks=256, dtype="float32")
-
-
-@dataclass
-class Found:
-    """What a search found: token ids and scores, the best first."""
-
-    token_ids: list[list[int]]
-    scores: list[float]
-
-
-def search_ours(llm: LLM, prompt: list[int], end: list[int], params: dict[str, Any]) -> Found:
-    (output,) = llm.generate(
-        prompt, BeamSearchParams(ignore_eos=True, stop_token_ids=end, **params)
-    )
-    samples = output.samples
-    assert [sample.index for sample in samples] == list(range(len(samples)))
-    return Found([s.token_ids for s in samples], [s.score for s in samples])
-
-
-def search_theirs(
-    model: PreTrainedModel, prompt: list[int], end: list[int], params: dict[str, Any]
-) -> Found:
-    least = params.get("min_tokens", 0)
-    out = model.generate(
-        torch.tensor([prompt]),
-        num_beams=params["width"],
-        num_return_sequences=params["width"],
-        max_new_tokens=params["max_tokens"],
-        min_new_tokens=least or None,
-        length_penalty=params["length_penalty"],
-        early_stopping=params["early_stopping"],
-        eos_token_id=end,
-        pad_token_id=0,
-        do_sample=False,
-        output_scores=True,
-        return_dict_in_generate=True,
-    )
-    rows = out.sequences[:, len(prompt) :].tolist()
-    return Found([_cut(row, end, least) for row in rows], out.sequences_scores.tolist())
-
-
-def _cut(row: list[int], end: list[int], least: int) -> list[int]:
-    """A row without its padding."""
-    ends = (at + 1 for at, token in enumerate(row) if token in end and at + 1 > least)
-    return row[: next(ends, len(row))]
-
-
-def differ_by_a_tie(left: Found, right: Found) -> bool:
-    """Whether what differs are hypotheses of the same scores: rounding chose between them."""
-    return all(abs(a - b) < TIE for a, b in zip(left.scores, right.scores, strict=True))
 
 
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
@@ -100,14 +49,7 @@ def test_hypotheses_and_scores_are_those_of_transformers(
             mine = search_ours(ours, prompt, end, params)
             reference = search_theirs(theirs, prompt, end, params)
             ended += sum(tokens[-1] in end for tokens in mine.token_ids)
-            if mine.token_ids != reference.token_ids and differ_by_a_tie(mine, reference):
-                ties += 1
-                continue
-            assert mine.token_ids == reference.token_ids, (params, prompt, end)
-            for tokens, a, b in zip(mine.token_ids, mine.scores, reference.scores, strict=True):
-                # A negative penalty multiplies the sum, and with it the rounding of both sides.
-                scale = max(1.0, len(tokens) ** -penalty)
-                assert abs(a - b) <= 1e-4 * scale, (params, prompt, end)
+            ties += check_equal(mine, reference, penalty)
     assert ended  # hypotheses that ended early were among them
     assert ties <= 1
 

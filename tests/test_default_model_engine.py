@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from beams import check_equal, search_ours, search_theirs
 from harness import Answer, Ask, Bench, same_bits
+from prefixkv import LLM
 from prefixkv.model.default_model import wheel_model_directory
 from prefixkv.model.loader import load_model
 
@@ -130,3 +132,20 @@ def test_logits_and_greedy_tokens_agree_with_transformers(
     with capsys.disabled():
         print(f"\n  largest difference {worst:.1e}; {unsure} of {tokens} tokens too close to call")
     assert worst < 1e-3
+
+
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+def test_beam_search_agrees_with_transformers(theirs: Any, early_stopping: bool | str) -> None:
+    llm = LLM(dtype="float32", num_blocks=64)
+    params = {
+        "width": 4,
+        "early_stopping": early_stopping,
+        "length_penalty": 1.0,
+        "max_tokens": 20,
+    }
+    ends = sorted(llm.engine.tokenizer.eos_token_ids)
+    ties = 0
+    for prompt in (prompts()[1], prompts()[4], prompts()[7]):
+        mine = search_ours(llm, prompt, ends, params)
+        ties += check_equal(mine, search_theirs(theirs, prompt, ends, params), 1.0)
+    assert ties == 0
