@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from prefixkv.config import EngineOptions
 from prefixkv.engine.async_engine import AsyncEngine
 from prefixkv.errors import EngineError, RequestError
-from prefixkv.request import RequestOutput, SamplingParams
+from prefixkv.request import BeamSearchParams, RequestOutput, SamplingParams
 
 LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 SHORT = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -64,6 +65,37 @@ def test_many_at_once_answer_as_one_alone(model: Path) -> None:
         crowd = await asyncio.gather(*(collect(engine, prompt, SHORT) for prompt in prompts))
         for prompt, output in zip(prompts, crowd, strict=True):
             assert (await collect(engine, prompt, SHORT)).token_ids == output.token_ids
+
+    serve(model, use)
+
+
+def test_one_of_four_samples_can_be_ended_while_the_others_go_on(model: Path) -> None:
+    async def use(engine: AsyncEngine) -> None:
+        output = RequestOutput("")
+        params = replace(LONG, n=4, temperature=1.0, seed=1)
+        async for piece in engine.generate(PROMPT, params, request_id="four"):
+            if not output.samples:
+                assert await engine.abort_sample("four", 2)
+                assert not await engine.abort_sample("four", 2)
+                assert not await engine.abort_sample("five", 2)
+            output.extend(piece)
+        ends = [sample.finish_reason for sample in output.samples]
+        assert ends == ["length", "length", "abort", "length"]
+        assert len(output.samples[2].token_ids) < 200
+
+    serve(model, use)
+
+
+def test_a_beam_search_is_aborted_with_its_stream(model: Path) -> None:
+    async def use(engine: AsyncEngine) -> None:
+        params = BeamSearchParams(width=4, max_tokens=80, ignore_eos=True)
+        waiting = asyncio.create_task(collect(engine, PROMPT, params))
+        while not engine.stats().num_running:
+            await asyncio.sleep(0.001)
+        waiting.cancel()
+        await until_idle(engine)
+        (best, *_) = (await collect(engine, PROMPT, params)).samples
+        assert best.score is not None
 
     serve(model, use)
 

@@ -163,9 +163,31 @@ class AsyncEngine:
             RequestError: there is none of this id.
             EngineError: the engine is not running.
         """
+        return await self._call(lambda: self.engine.release(reservation_id))
+
+    async def abort_sample(self, request_id: str, sample: int) -> bool:
+        """End one sample of a request, whose stream tells it; the others go on.
+
+        Returns:
+            False if there is no such request, or sample, any more.
+
+        Raises:
+            RequestError: it is a beam search.
+            EngineError: the engine is not running.
+        """
+
+        def abort() -> bool:
+            aborted = self.engine.abort(request_id, sample)
+            self._deliver([] if aborted is None else [aborted])
+            return aborted is not None
+
+        return await self._call(abort)
+
+    async def _call(self, run: Callable[[], T]) -> T:
+        """The result of a function that runs in the engine's thread."""
         loop = asyncio.get_running_loop()
-        result: asyncio.Future[Reservation] = loop.create_future()
-        self._put(_Call(lambda: self.engine.release(reservation_id), loop, result))
+        result: asyncio.Future[T] = loop.create_future()
+        self._put(_Call(run, loop, result))
         return await result
 
     def _put(self, command: _Command) -> None:
