@@ -20,7 +20,7 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,21 +45,27 @@ Summary = dict[str, Any]
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = engine_parser(__doc__)
     parser.add_argument("--workload", action="append", metavar="NAME", help="only this; repeatable")
+    parser.add_argument("--block-size", type=positive(int), default=16)
+    return parser.parse_args(arguments)
+
+
+def engine_parser(about: str | None) -> argparse.ArgumentParser:
+    """What every benchmark of the engine asks."""
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=positive(int), default=3)
     parser.add_argument("--scale", type=positive(float), default=1.0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures here")
     parser.add_argument("--model", help="directory or GGUF file [default: the default model]")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=positive(int))
-    parser.add_argument("--block-size", type=positive(int), default=16)
     parser.add_argument("--token-budget", type=positive(int))
     # A fixed pool: a share of free memory would depend on the other side, and on the hour.
     parser.add_argument("--kv-cache-memory", default="1GiB")
-    return parser.parse_args(arguments)
+    return parser
 
 
 def positive(kind: type) -> Any:
@@ -75,14 +81,17 @@ def positive(kind: type) -> Any:
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     names = ("model", "dtype", "threads", "block_size", "token_budget", "kv_cache_memory")
-    return {name: value for name in names if (value := getattr(args, name)) is not None}
+    return {name: value for name in names if (value := getattr(args, name, None)) is not None}
 
 
-def start_sides(args: argparse.Namespace) -> list[SideProcess]:
+def start_sides(
+    args: argparse.Namespace, options_of: Mapping[str, dict[str, Any]]
+) -> list[SideProcess]:
+    """An engine in a process of its own for each name, with these options beside those of all."""
     script = str(Path(__file__).with_name("prefixkv_side.py"))
-    sides = []
+    sides: list[SideProcess] = []
     try:
-        for name, own in SIDES.items():
+        for name, own in options_of.items():
             options = json.dumps({**engine_options(args), **own})
             sides.append(SideProcess(name, [sys.executable, script, options]))
             # One after the other: the first fetches and converts the default model for all.
@@ -133,10 +142,10 @@ def cpu_model() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
-def print_header(facts: dict[str, Any], args: argparse.Namespace) -> None:
+def print_header(facts: dict[str, Any], args: argparse.Namespace, engine: str) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     print(f"{facts['cpu']}, {facts['cores']} cores, load {facts['load_average']}; {versions}")
-    print(facts["engine"].replace("prefix cache hash", "prefix cache on / off"))
+    print(engine)
     print(f"medians of {args.repeats}, scale {args.scale:g}; peak memory is of the side so far\n")
 
 
@@ -198,10 +207,11 @@ def cell(value: float | None, form: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments(arguments)
     selected(make_workloads([0], args.scale), args.workload)  # ends early if a name is unknown
-    sides = start_sides(args)
+    sides = start_sides(args, SIDES)
     try:
         facts = machine(sides[0].describe())
-        print_header(facts, args)
+        engine = facts["engine"].replace("prefix cache hash", "prefix cache on / off")
+        print_header(facts, args, engine)
         results = []
         tokens = sides[0].encode(real_text())
         for workload in selected(make_workloads(tokens, args.scale), args.workload):

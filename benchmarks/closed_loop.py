@@ -38,8 +38,11 @@ class Side(Protocol):
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens."""
 
-    def reset(self) -> None:
-        """Forget every cached prefix; nothing is in flight."""
+    def reset(self, common: list[int]) -> None:
+        """Forget every cached prefix; nothing is in flight.
+
+        ``common`` is what all prompts will begin with: a side that reserves prefixes may do so now.
+        """
 
     def add(self, prompt: list[int], max_tokens: int) -> str:
         """Queue a request; returns its id."""
@@ -99,6 +102,7 @@ class ClosedLoop:
     def __init__(self, side: Side, workload: Workload) -> None:
         self._side = side
         self._concurrency = workload.concurrency
+        self._common = workload.common
         self._turns = [deque(chain) for chain in workload.chains]
         self._history: list[list[int]] = [[] for _ in workload.chains]
         self._ready = deque(range(len(workload.chains)))
@@ -108,7 +112,7 @@ class ClosedLoop:
     def run(self) -> Measurement:
         """Run the workload from an empty cache."""
         side, result = self._side, self._result
-        side.reset()
+        side.reset(self._common)
         computed = side.computed_tokens()
         start = time.perf_counter()
         self._fill()

@@ -55,9 +55,16 @@ class PrefixKVSide:
     def encode(self, text: str) -> list[int]:
         return self._engine.tokenizer.encode(text, add_special_tokens=False)
 
-    def reset(self) -> None:
+    def reset(self, common: list[int]) -> None:
+        """In ``paged`` nothing is found unless it is reserved, so there the common prefix is."""
+        for reservation in self._engine.reservations:
+            self._engine.release(reservation.id)
         if not self._engine.cache.reset():
             raise RuntimeError("blocks are held although nothing is in flight")
+        if common and self._engine.options.prefix_cache == "paged":
+            self._engine.add(common, SamplingParams(), reserve=True)
+            while self._engine.has_work:
+                self._engine.step()
 
     def add(self, prompt: list[int], max_tokens: int) -> str:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)

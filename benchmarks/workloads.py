@@ -6,7 +6,7 @@ Only the standard library is imported here, so that a side may run in any Python
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,16 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Chains of turns, of which ``concurrency`` have a request in flight at any time."""
+    """Chains of turns, of which ``concurrency`` have a request in flight at any time.
+
+    ``common`` is what all prompts begin with, for a side that reserves it.
+    """
 
     name: str
     about: str
     concurrency: int
     chains: list[list[Turn]]
+    common: list[int] = field(default_factory=list)
 
     @property
     def num_requests(self) -> int:
@@ -42,7 +46,7 @@ class Workload:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Workload:
         chains = [[Turn(**turn) for turn in chain] for chain in value["chains"]]
-        return cls(value["name"], value["about"], value["concurrency"], chains)
+        return cls(**{**value, "chains": chains})
 
 
 class TokenText:

@@ -36,8 +36,9 @@ class EchoSide:
         self._left: dict[str, int] = {}
         self._computed = 0
 
-    def reset(self) -> None:
+    def reset(self, common: list[int]) -> None:
         assert not self._left
+        assert not common
 
     def add(self, prompt: list[int], max_tokens: int) -> str:
         request_id = str(len(self.prompts))
