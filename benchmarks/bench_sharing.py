@@ -2,7 +2,7 @@
 
     python benchmarks/bench_sharing.py [--system paged] [--requests 16] [--scale 1] [--json FILE]
 
-For parallel sampling and for beam search of 2, 4 and 6 sequences: blocks saved by sharing divided by
+For parallel sampling and beam search of 2, 4 and 6 sequences: blocks saved by sharing divided by
 the blocks that there would be without it, each summed over all steps, so the share is an average
 over time. Prompts are cut from real text and share nothing with each other; lengths are drawn from
 a gamma distribution (shape 2) with the means of the paper's data sets, the same for every case.
