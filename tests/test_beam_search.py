@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from beams import check_equal, search_ours, search_theirs
 from prefixkv import LLM, BeamSearchParams, RequestOutput, SamplingParams
+from prefixkv.engine.admission import blocks_for_beams
 from prefixkv.errors import RequestError
 from tiny_model import random_tokens
 
@@ -184,3 +185,42 @@ def test_beams_are_not_aborted_one_by_one(ours: LLM) -> None:
     assert aborted is not None
     assert (aborted.finish_reason, aborted.finished) == ("abort", True)
     assert ours.engine.cache.num_free_blocks == 256
+
+
+@pytest.mark.parametrize("prefix_cache", ["hash", "radix", "paged", "off"])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_a_search_needs_no_more_blocks_than_it_was_admitted_for(
+    model: Path, prefix_cache: str, block_size: int
+) -> None:
+    most = blocks_for_beams(4, 21, 30, block_size)
+    llm = LLM(model, num_blocks=most, block_size=block_size, prefix_cache=prefix_cache)
+    params = BeamSearchParams(width=4, max_tokens=30, ignore_eos=True)
+    for seed in range(3):
+        (output,) = llm.generate(random_tokens(21, llm.engine.vocab_size, seed), params)
+        assert len(output.samples) == 4
+        assert output.metrics.num_preemptions == 0
+    with pytest.raises(RequestError, match="the pool has room for"):
+        llm.generate(
+            random_tokens(21, llm.engine.vocab_size),
+            BeamSearchParams(width=4, max_tokens=30 + block_size),
+        )
+
+
+def test_reservations_leave_a_running_search_its_room(model: Path) -> None:
+    llm = LLM(model, num_blocks=20, max_model_len=64)
+    engine = llm.engine
+    prompt, *others = (random_tokens(48, engine.vocab_size, seed) for seed in range(4))
+    params = BeamSearchParams(width=6, max_tokens=32, ignore_eos=True)
+    search = RequestOutput(engine.add(prompt[:16], params))  # 1 + 6 * 2 blocks at most
+    for other in others[:2]:  # 3 blocks each
+        reservation = RequestOutput(engine.add(other, SamplingParams(), reserve=True))
+        while not reservation.finished:
+            for piece in engine.step():
+                (search if piece.request_id == search.request_id else reservation).extend(piece)
+        assert reservation.reservation is not None
+    with pytest.raises(RequestError, match="leaves 12 of 20, and the longest request needs 13"):
+        engine.add(others[2], SamplingParams(), reserve=True)
+    while not search.finished:
+        for piece in engine.step():
+            search.extend(piece)
+    assert engine.add(others[2], SamplingParams(), reserve=True)  # now there is room

@@ -24,18 +24,18 @@ from prefixkv.request import BeamSearchParams, Params, RequestOutput, SampleOutp
 
 VOCABULARY = 6  # tokens that are ever likely
 RUNS = 32  # of each setting: 32 settings, 1,024 runs
-SETTINGS = [
-    (system, block_size, blocks, budget)
+SETTINGS = [  # system, block size, blocks, token budget, most sequences at once
+    (system, *sizes)
     for system in ("hash", "radix", "paged", "off")
-    for block_size, blocks, budget in (
-        (1, 40, 64),
-        (1, 34, 3),
-        (3, 14, 16),
-        (3, 12, 5),
-        (4, 9, 64),
-        (4, 12, 7),
-        (16, 4, 64),
-        (16, 3, 9),
+    for sizes in (
+        (1, 40, 64, 8),
+        (1, 34, 3, 5),
+        (3, 14, 16, 8),
+        (3, 12, 5, 3),
+        (4, 9, 64, 8),
+        (4, 12, 7, 20),
+        (16, 4, 64, 8),
+        (16, 3, 9, 5),
     )
 ]
 
@@ -147,7 +147,7 @@ def random_params(rng: random.Random) -> Params:
     )
 
 
-@pytest.mark.parametrize(("system", "block_size", "blocks", "budget"), SETTINGS)
+@pytest.mark.parametrize(("system", "block_size", "blocks", "budget", "most"), SETTINGS)
 def test_random_runs_lose_no_block_and_change_no_answer(
     model: Path,
     alone: Callable[[list[int], Params], list[SampleOutput]],
@@ -155,6 +155,7 @@ def test_random_runs_lose_no_block_and_change_no_answer(
     block_size: int,
     blocks: int,
     budget: int,
+    most: int,
 ) -> None:
     engine, made_up = make_engine(
         model,
@@ -162,10 +163,10 @@ def test_random_runs_lose_no_block_and_change_no_answer(
         block_size=block_size,
         num_blocks=blocks,
         token_budget=budget,
-        max_num_seqs=4,
+        max_num_seqs=most,
         max_model_len=32 if blocks * block_size >= 32 else None,
     )
-    rng = random.Random(f"{system} {block_size} {blocks} {budget}")
+    rng = random.Random(f"{system} {block_size} {blocks} {budget} {most}")
     common = [rng.randrange(VOCABULARY) for _ in range(16)]
     for _ in range(RUNS):
         run_once(engine, made_up, rng, common, alone)
@@ -183,7 +184,7 @@ def run_once(
     outputs: dict[str, RequestOutput] = {}
     aborted: set[tuple[str, int]] = set()  # samples
     disturbed: set[str] = set()  # requests
-    for _ in range(rng.randint(1, 4)):
+    for _ in range(rng.randint(1, 6)):
         prompt = common[: rng.randint(0, 16)] + [
             rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 4))
         ]
