@@ -8,7 +8,7 @@ NATIVE := $(wildcard native/*.cpp native/*.h native/third_party/*.h) CMakeLists.
 
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install demo test test-full wheel-test asan tsan fuzz check fix bench bench-systems clean stubs
+.PHONY: install demo test test-full wheel-test asan tsan fuzz check fix bench bench-systems bench-experiments clean stubs
 
 install: $(STAMPS)/native
 
@@ -86,6 +86,12 @@ bench: install
 
 bench-systems: install
 	$(BIN)/python benchmarks/bench_systems.py
+
+# Those of the PagedAttention paper: docs/experiments.md.
+bench-experiments: install
+	$(BIN)/python benchmarks/bench_sharing.py
+	$(BIN)/python benchmarks/bench_fewshot.py
+	$(BIN)/python benchmarks/bench_block_size.py
 
 clean:
 	rm -rf build $(VENV) .pytest_cache .mypy_cache .ruff_cache
