@@ -59,7 +59,10 @@ class ChatShape:
 
 
 class CompletionShape:
-    """``text_completion``: plain text; logprobs count their offsets along each choice."""
+    """``text_completion``: plain text; logprobs count their offsets along each choice.
+
+    A hypothesis of beam search has its ``score``, which OpenAI's choices have not.
+    """
 
     whole = "text_completion"
     piece = "text_completion"
@@ -76,6 +79,8 @@ class CompletionShape:
 
     def choice(self, index: int, output: SampleOutput) -> Object:
         choice = _choice(index, "text", output.text, output)
+        if output.score is not None:
+            choice["score"] = output.score
         if output.logprobs is not None:
             offset = self._offsets.get(index, 0)
             entries, end = completion_logprobs(output.logprobs, self._token_text, offset)
