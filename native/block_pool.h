@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "huge_pages.h"
+
 namespace prefixkv {
 
 using BlockId = int32_t;
@@ -52,9 +54,9 @@ class BlockPool {
 
   int32_t num_blocks_;
   int32_t num_free_;
-  std::vector<int32_t> ref_cnt_;
-  std::vector<BlockId> prev_;  // [num_blocks + 1], the last is the sentinel
-  std::vector<BlockId> next_;
+  HugeVector<int32_t> ref_cnt_;
+  HugeVector<BlockId> prev_;  // [num_blocks + 1], the last is the sentinel
+  HugeVector<BlockId> next_;
 };
 
 }  // namespace prefixkv

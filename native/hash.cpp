@@ -70,6 +70,10 @@ Digest sha256_of(const std::string& message) {
   return digest;
 }
 
+// The fractional parts of the square roots of 2, 3, 5 and 7.
+constexpr uint64_t kMix[4] = {0x6a09e667f3bcc908, 0xbb67ae8584caa73b, 0x3c6ef372fe94f82b,
+                              0xa54ff53a5f1d36f1};
+
 uint64_t low_bits(int bits) {
   if (bits <= 0) return 0;
   return bits >= 64 ? ~uint64_t{0} : (uint64_t{1} << bits) - 1;
@@ -99,22 +103,36 @@ Digest Hasher::hash(const Digest* parent, const Token* tokens, const std::vector
   return {};
 }
 
-Digest Hasher::hash_xxh3(const Digest* parent, const Token* tokens, const std::string& extra) const {
-  constexpr size_t kParent = 16;
-  const size_t token_bytes = sizeof(Token) * static_cast<size_t>(block_size_);
-  const size_t size = kParent + token_bytes + extra.size();
-  uint8_t small[kParent + 256];
-  std::vector<uint8_t> large(size <= sizeof small ? 0 : size);
-  uint8_t* message = large.empty() ? small : large.data();
-  if (parent != nullptr) {
-    std::memcpy(message, parent->word, kParent);
-  } else {
-    std::memset(message, 0, kParent);
+// In registers: reading back as a whole what was written in halves would cost as much as the hash.
+struct Hasher::Chain {
+  uint64_t low = 0, high = 0;
+
+  // The parent enters last, by two multiplications: blocks are hashed side by side, and only those
+  // run one after another.
+  void add(const Hasher& hasher, const void* own, size_t size) {
+    const XXH128_hash_t hash = XXH3_128bits_withSeed(own, size, hasher.seed_);
+    const uint64_t a = hash.low64 ^ low, b = hash.high64 ^ high;
+    low = XXH3_mul128_fold64(a ^ kMix[0], b ^ kMix[1]) & hasher.mask_[0];
+    high = XXH3_mul128_fold64(a ^ kMix[2], XXH_rotl64(b, 32) ^ kMix[3]) & hasher.mask_[1];
   }
-  std::memcpy(message + kParent, tokens, token_bytes);
-  if (!extra.empty()) std::memcpy(message + kParent + token_bytes, extra.data(), extra.size());
-  const XXH128_hash_t hash = XXH3_128bits_withSeed(message, size, seed_);
-  return Digest{{hash.low64 & mask_[0], hash.high64 & mask_[1], 0, 0}};
+};
+
+Digest Hasher::hash_xxh3(const Digest* parent, const Token* tokens, const std::string& extra) const {
+  std::string own(reinterpret_cast<const char*>(tokens), sizeof(Token) * block_size_);
+  own += extra;
+  Chain chain;
+  if (parent != nullptr) chain.low = parent->word[0], chain.high = parent->word[1];
+  chain.add(*this, own.data(), own.size());
+  return Digest{{chain.low, chain.high, 0, 0}};
+}
+
+void Hasher::hash_xxh3(const Token* tokens, Digest* digests, int64_t first, int64_t stop) const {
+  Chain chain;
+  if (first > 0) chain.low = digests[first - 1].word[0], chain.high = digests[first - 1].word[1];
+  for (int64_t i = first; i < stop; ++i) {
+    chain.add(*this, tokens + i * block_size_, sizeof(Token) * block_size_);
+    digests[i].word[0] = chain.low, digests[i].word[1] = chain.high;
+  }
 }
 
 uint64_t hash_bytes(const void* bytes, size_t size, uint64_t seed) {
@@ -155,22 +173,20 @@ const Digest* Sequence::digests(int64_t count) {
     hash_in_python(count);
     return digests_.data();
   }
-  const int block_size = hasher_->block_size();
-  const std::vector<ExtraKey> no_keys;
-  const std::string no_extra;
+  int64_t first = static_cast<int64_t>(digests_.size());
+  if (first >= count) return digests_.data();
   if (static_cast<size_t>(count) > digests_.capacity()) {
     digests_.reserve(std::max(static_cast<size_t>(count), 2 * digests_.capacity()));
   }
-  for (int64_t i = static_cast<int64_t>(digests_.size()); i < count; ++i) {
-    const Digest* parent = i > 0 ? &digests_[i - 1] : nullptr;
-    const Token* block = tokens_.data() + i * block_size;
-    if (has_extra(i)) {
-      const std::vector<ExtraKey> keys = extra_keys(i);
-      digests_.push_back(hasher_->hash(parent, block, keys, encode(keys)));
-    } else {
-      digests_.push_back(hasher_->hash(parent, block, no_keys, no_extra));
-    }
+  const bool is_plain = hasher_->algorithm() == HashAlgorithm::kXxh3 && !lora_ && extra_.empty();
+  for (; first < count && (!is_plain || has_extra(first)); ++first) {
+    const std::vector<ExtraKey> keys = extra_keys(first);
+    const Digest* parent = first > 0 ? &digests_[first - 1] : nullptr;
+    const Token* block = tokens_.data() + first * hasher_->block_size();
+    digests_.push_back(hasher_->hash(parent, block, keys, encode(keys)));
   }
+  digests_.resize(count);
+  hasher_->hash_xxh3(tokens_.data(), digests_.data(), first, count);
   return digests_.data();
 }
 
@@ -191,10 +207,6 @@ void Sequence::hash_in_python(int64_t count) {
   }
   const int64_t known = static_cast<int64_t>(digests_.size());
   if (known < count) digests_.insert(digests_.end(), made.begin() + (known - first), made.end());
-}
-
-bool Sequence::has_extra(int64_t block) const {
-  return lora_.has_value() || !extra_.empty() || (block == 0 && cache_salt_.has_value());
 }
 
 std::vector<ExtraKey> Sequence::content_keys(int64_t block) const {

@@ -58,10 +58,13 @@ class Hasher {
   // parent is null for the first block; extra is the CBOR form of keys, empty when there are none.
   Digest hash(const Digest* parent, const Token* tokens, const std::vector<ExtraKey>& keys,
               const std::string& extra) const;
+  // xxh3 of blocks [first, stop) that have no extra keys; the digests of those before them are there.
+  void hash_xxh3(const Token* tokens, Digest* digests, int64_t first, int64_t stop) const;
   // Unpredictable, for tables within one process.
   uint64_t seed() const { return seed_; }
 
  private:
+  struct Chain;
   Digest hash_xxh3(const Digest* parent, const Token* tokens, const std::string& extra) const;
   Digest hash_cbor(const Digest* parent, const Token* tokens, const std::string& extra) const;
 
@@ -95,6 +98,9 @@ class Sequence {
   std::string extra_cbor(int64_t block) const;
   // The same without adapter and salt.
   std::string content_cbor(int64_t block) const;
+  bool has_extra(int64_t block) const {
+    return lora_.has_value() || !extra_.empty() || (block == 0 && cache_salt_.has_value());
+  }
   bool has_content() const { return !extra_.empty(); }
   const std::optional<std::string>& cache_salt() const { return cache_salt_; }
   const std::optional<std::string>& lora() const { return lora_; }
@@ -105,7 +111,6 @@ class Sequence {
   uint64_t mark = 0;  // the manager's: the last call over many sequences that listed this one
 
  private:
-  bool has_extra(int64_t block) const;
   std::vector<ExtraKey> content_keys(int64_t block) const;
   std::vector<ExtraKey> extra_keys(int64_t block) const;
   void hash_in_python(int64_t count);

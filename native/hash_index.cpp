@@ -8,6 +8,7 @@ namespace prefixkv {
 
 HashIndex::HashIndex(int32_t num_blocks, std::shared_ptr<const Hasher> hasher)
     : hasher_(std::move(hasher)),
+      block_size_(hasher_->block_size()),
       slots_(num_blocks),
       digest_words_(hasher_->digest_size() / 8),
       block_entry_(num_blocks, kNone),
@@ -18,18 +19,6 @@ HashIndex::HashIndex(int32_t num_blocks, std::shared_ptr<const Hasher> hasher)
   if (!hasher_->collision_resistant()) {
     tokens_.reserve(static_cast<size_t>(num_blocks) * hasher_->block_size());
   }
-}
-
-bool HashIndex::equals(EntryId entry, const Content& content) const {
-  if (entries_[entry].parent != content.parent) return false;
-  if (hasher_->collision_resistant()) return digest(entry) == content.digest;
-  const size_t block_size = hasher_->block_size();
-  if (std::memcmp(&tokens_[entry * block_size], content.tokens, block_size * sizeof(Token)) != 0) {
-    return false;
-  }
-  if (extra_.empty()) return content.extra.empty();
-  const auto found = extra_.find(entry);
-  return found == extra_.end() ? content.extra.empty() : found->second == content.extra;
 }
 
 EntryId HashIndex::find(const Content& content) const {
@@ -43,9 +32,13 @@ Digest HashIndex::digest(EntryId entry) const {
   return digest;
 }
 
-EntryId HashIndex::find_or_add(const Content& content) {
-  const EntryId found = find(content);
-  return found != kNone ? found : add(content);
+void HashIndex::guess(const Digest* digests, int64_t count, EntryId* guesses) const {
+  for (int64_t i = 0; i < count; ++i) {
+    guesses[i] = slots_.find(tag_of(digests[i]), [](EntryId) { return true; });
+    if (guesses[i] == kNone) continue;
+    __builtin_prefetch(&entries_[guesses[i]]);
+    if (!tokens_.empty()) __builtin_prefetch(&tokens_[guesses[i] * block_size_]);
+  }
 }
 
 EntryId HashIndex::add(const Content& content) {
@@ -63,11 +56,11 @@ EntryId HashIndex::add(const Content& content) {
   for (int i = 0; i < digest_words_; ++i) words[i] = content.digest.word[i];
   if (content.parent >= 0) ++entries_[content.parent].num_children;
   if (!hasher_->collision_resistant()) {
-    const size_t block_size = hasher_->block_size(), at = entry * block_size;
+    const size_t at = entry * block_size_;
     if (at == tokens_.size()) {
-      tokens_.insert(tokens_.end(), content.tokens, content.tokens + block_size);
+      tokens_.insert(tokens_.end(), content.tokens, content.tokens + block_size_);
     } else {
-      std::memcpy(&tokens_[at], content.tokens, block_size * sizeof(Token));
+      std::memcpy(&tokens_[at], content.tokens, block_size_ * sizeof(Token));
     }
   }
   if (!content.extra.empty()) extra_.emplace(entry, content.extra);

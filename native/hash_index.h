@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -9,6 +10,7 @@
 
 #include "block_pool.h"
 #include "hash.h"
+#include "huge_pages.h"
 #include "slot_table.h"
 
 namespace prefixkv {
@@ -38,9 +40,16 @@ class HashIndex {
   };
 
   EntryId find(const Content& content) const;
-  EntryId find_or_add(const Content& content);
-  // Brings the first cache line of a later find.
+  // Must not be there.
+  EntryId add(const Content& content);
+
+  // A find in three steps, so that those of many blocks wait for memory together: bring the slot, read
+  // the slot and bring the entry that may be it, look at the entry.
   void prefetch(const Digest& digest) const { slots_.prefetch(tag_of(digest)); }
+  void guess(const Digest* digests, int64_t count, EntryId* guesses) const;
+  EntryId find(const Content& content, EntryId guessed) const {
+    return guessed == kNone || equals(guessed, content) ? guessed : find(content);
+  }
 
   Digest digest(EntryId entry) const;
   // The block that serves hits, or -1.
@@ -71,21 +80,41 @@ class HashIndex {
     return static_cast<uint32_t>(((digest.word[0] ^ hasher_->seed()) * 0x9e3779b97f4a7c15u) >> 32);
   }
   bool equals(EntryId entry, const Content& content) const;
-  EntryId add(const Content& content);
   void release(EntryId entry);
 
   std::shared_ptr<const Hasher> hasher_;
+  size_t block_size_;
   SlotTable slots_;
-  std::vector<Entry> entries_;
-  int digest_words_;               // 8-byte words of a digest that are not always zero
-  std::vector<uint64_t> digests_;  // of entry e at e * digest_words_
-  std::vector<EntryId> unused_;    // indices in entries_ free for reuse
-  std::vector<Token> tokens_;      // of entry e at e * block_size; empty if digests are proof enough
+  HugeVector<Entry> entries_;
+  int digest_words_;              // 8-byte words of a digest that are not always zero
+  HugeVector<uint64_t> digests_;  // of entry e at e * digest_words_
+  std::vector<EntryId> unused_;   // indices in entries_ free for reuse
+  HugeVector<Token> tokens_;      // of entry e at e * block_size; empty if digests are proof enough
   std::unordered_map<EntryId, std::string> extra_;  // of the few entries that have extra keys
-  std::vector<EntryId> block_entry_;
+  HugeVector<EntryId> block_entry_;
   // Blocks of one entry form a ring; its first block's predecessor is its last.
-  std::vector<BlockId> next_same_;
-  std::vector<BlockId> prev_same_;
+  HugeVector<BlockId> next_same_;
+  HugeVector<BlockId> prev_same_;
 };
+
+// Here, because a lookup does it once a block.
+inline bool HashIndex::equals(EntryId entry, const Content& content) const {
+  if (entries_[entry].parent != content.parent) return false;
+  if (tokens_.empty()) return digest(entry) == content.digest;
+  uint64_t differ = 0;
+  const Token* own = &tokens_[entry * block_size_];
+  size_t i = 0;
+  for (; i + 8 <= block_size_; i += 8) {
+    uint64_t a[4], b[4];
+    std::memcpy(a, own + i, sizeof a);
+    std::memcpy(b, content.tokens + i, sizeof b);
+    differ |= (a[0] ^ b[0]) | (a[1] ^ b[1]) | (a[2] ^ b[2]) | (a[3] ^ b[3]);
+  }
+  for (; i < block_size_; ++i) differ |= static_cast<uint32_t>(own[i] ^ content.tokens[i]);
+  if (differ != 0) return false;
+  if (extra_.empty()) return content.extra.empty();
+  const auto found = extra_.find(entry);
+  return found == extra_.end() ? content.extra.empty() : found->second == content.extra;
+}
 
 }  // namespace prefixkv

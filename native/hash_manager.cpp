@@ -3,31 +3,55 @@
 #include <algorithm>
 
 namespace prefixkv {
+namespace {
 
-EntryId HashManager::find_entry(const Sequence& seq, const Digest& digest, int64_t i,
-                                EntryId parent) const {
+const std::string kNoExtra;
+
+}  // namespace
+
+EntryId HashManager::find_entry(const Sequence& seq, const Digest& digest, int64_t i, EntryId parent,
+                                EntryId guessed) const {
+  const Token* tokens = seq.tokens() + i * block_size();
+  if (!seq.has_extra(i)) return index_.find({parent, digest, tokens, kNoExtra}, guessed);
   const std::string extra = seq.extra_cbor(i);
-  return index_.find({parent, digest, seq.tokens() + i * block_size(), extra});
+  return index_.find({parent, digest, tokens, extra}, guessed);
 }
 
+// Stretch by stretch: while one is hashed, the entries of the one before it arrive, and while those are
+// compared, its slots.
 void HashManager::find(Hit& hit) const {
   const int64_t most = most_blocks(*hit.seq);
-  // Hashes are made a stretch ahead of the walk, so that a miss early in a long prompt is cheap. Those
-  // that Python makes come all before it, because other calls may run meanwhile.
-  const int64_t ahead = hasher_->algorithm() == HashAlgorithm::kSha256 ? most : 32;
+  // Hashes that Python makes come all before the walk, because other calls may run meanwhile.
+  if (hasher_->algorithm() == HashAlgorithm::kSha256) hit.seq->digests(most);
   EntryId parent = HashIndex::root(hit.group);
-  for (int64_t start = 0; start < most; start += ahead) {
-    const int64_t stop = std::min(start + ahead, most);
-    const Digest* digests = hit.seq->digests(stop);
-    for (int64_t i = start; i < stop; ++i) index_.prefetch(digests[i]);
-    for (int64_t i = start; i < stop; ++i) {
-      parent = find_entry(*hit.seq, digests[i], i, parent);
+  Stretch now, next = begin_stretch(*hit.seq, 0, std::min(kMinStretch, most));
+  index_.guess(next.digests, next.count, next.guesses);
+  if (most == 0 || next.guesses[0] == HashIndex::kNone) return;
+  hit.blocks.reserve(most);
+  while (next.count > 0) {
+    now = next;
+    const int64_t after = now.start + now.count;
+    next = begin_stretch(*hit.seq, after, std::min(kMaxStretch, most - after));
+    now.digests = hit.seq->digests(after) + now.start;  // they may have moved
+    for (int64_t i = 0; i < now.count; ++i) {
+      parent = find_entry(*hit.seq, now.digests[i], now.start + i, parent, now.guesses[i]);
       const BlockId block = parent == HashIndex::kNone ? -1 : index_.block_of(parent);
-      if (block < 0) return;
+      if (block < 0) {
+        next.count = 0;
+        break;
+      }
       hit.blocks.push_back(block);
-      hit.num_tokens += block_size();
     }
+    hit.num_tokens = static_cast<int64_t>(hit.blocks.size()) * block_size();
+    index_.guess(next.digests, next.count, next.guesses);
   }
+}
+
+HashManager::Stretch HashManager::begin_stretch(Sequence& seq, int64_t start, int64_t count) const {
+  Stretch stretch;
+  stretch.start = start, stretch.count = count, stretch.digests = seq.digests(start + count) + start;
+  for (int64_t i = 0; i < count; ++i) index_.prefetch(stretch.digests[i]);
+  return stretch;
 }
 
 bool HashManager::is_stale(const Hit& hit) const {
@@ -36,8 +60,9 @@ bool HashManager::is_stale(const Hit& hit) const {
   const Digest* digests = hit.seq->digests(count);
   EntryId parent = HashIndex::root(hit.group);
   for (int64_t i = 0; i < count; ++i) {
-    parent = find_entry(*hit.seq, digests[i], i, parent);
-    if (parent == HashIndex::kNone || index_.entry_of(hit.blocks[i]) != parent) return true;
+    const EntryId entry = index_.entry_of(hit.blocks[i]);
+    parent = find_entry(*hit.seq, digests[i], i, parent, entry);
+    if (parent == HashIndex::kNone || parent != entry) return true;
   }
   return false;
 }
@@ -61,10 +86,16 @@ void HashManager::publish(BlockTable& table, int64_t first, int64_t stop) {
   Sequence& seq = *table.seq;
   const Digest* digests = seq.digests(stop);
   EntryId parent = first == 0 ? HashIndex::root(table.group) : index_.entry_of(table.blocks[first - 1]);
+  bool added = false;  // the parent, which then is nobody else's either
   int64_t first_new = first;  // of the run of contents that no block had before
+  for (int64_t i = first; i < std::min(stop, first + kMaxStretch); ++i) index_.prefetch(digests[i]);
   for (int64_t i = first; i < stop; ++i) {
-    const std::string extra = seq.extra_cbor(i);
-    parent = index_.find_or_add({parent, digests[i], seq.tokens() + i * block_size(), extra});
+    if (i + kMaxStretch < stop) index_.prefetch(digests[i + kMaxStretch]);
+    const std::string extra = seq.has_extra(i) ? seq.extra_cbor(i) : std::string();
+    const HashIndex::Content content{parent, digests[i], seq.tokens() + i * block_size(), extra};
+    parent = added ? HashIndex::kNone : index_.find(content);
+    added = parent == HashIndex::kNone;
+    if (added) parent = index_.add(content);
     const bool is_new = index_.block_of(parent) < 0;
     index_.add_block(parent, table.blocks[i]);
     if (!events_) continue;

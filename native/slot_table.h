@@ -4,7 +4,7 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
-#include <vector>
+#include "huge_pages.h"
 
 namespace prefixkv {
 
@@ -64,7 +64,7 @@ class SlotTable {
     slots_[slot] = Slot{tag, id};
   }
   void grow() {
-    std::vector<Slot> old(2 * slots_.size());
+    HugeVector<Slot> old(2 * slots_.size());
     old.swap(slots_);
     mask_ = slots_.size() - 1;
     for (const Slot& slot : old) {
@@ -72,7 +72,7 @@ class SlotTable {
     }
   }
 
-  std::vector<Slot> slots_;  // a power of two of them
+  HugeVector<Slot> slots_;  // a power of two of them
   size_t mask_;
   size_t size_ = 0;
 };
