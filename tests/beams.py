@@ -1,4 +1,4 @@
-"""One beam search by both: ours, and that of ``transformers`` (version 5)."""
+"""One beam search by both: ours, and that of ``transformers`` (5.24)."""
 
 from __future__ import annotations
 

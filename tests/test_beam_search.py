@@ -1,4 +1,4 @@
-"""Beam search against ``transformers`` (version 5), on a tiny model in float32."""
+"""Beam search against ``transformers`` (5.24), on a tiny model in float32."""
 
 from __future__ import annotations
 

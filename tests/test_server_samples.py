@@ -211,6 +211,7 @@ class TestBeamSearch:
             ({"use_beam_search": False, "early_stopping": True}, "early_stopping"),
             ({"use_beam_search": False, "best_of": 4}, "best_of"),
             ({"best_of": 100, "max_tokens": 1500}, "best_of"),
+            ({"n": 100, "max_tokens": 1500}, "n"),
         ],
     )
     def test_what_has_no_meaning_is_refused_by_name(

@@ -45,7 +45,7 @@ class _Candidate:
 class BeamSearch:
     """The search of one request: ``see`` the logits of every beam, then ``advance``.
 
-    It chooses as ``transformers`` does (``GenerationMixin._beam_search`` of version 5): of all
+    It chooses as ``transformers`` does (``GenerationMixin._beam_search`` of 5.24): of all
     continuations the ``width`` best that do not end go on, and those that end become hypotheses if
     they are among the ``width`` best of all. Scores are float64.
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from prefixkv.errors import EngineError, RequestError
-from prefixkv.request import Params, RequestOutput
+from prefixkv.request import BeamSearchParams, Params, RequestOutput
 from prefixkv.server.serving import Serving
 
 MAX_REQUEST_CHOICES = 1024
@@ -77,7 +77,8 @@ async def pieces(serving: Serving, job: Job) -> AsyncGenerator[Piece]:
                 yield index, piece
     except RequestError as error:
         if error.param == "width":  # which HTTP calls otherwise
-            error.param = "best_of"
+            is_n = isinstance(job.params, BeamSearchParams) and job.params.width == job.n
+            error.param = "n" if is_n else "best_of"
         raise
 
 
