@@ -144,8 +144,8 @@ class BeamSearchParams(_Checked):
     """Beam search: keep the ``width`` most likely continuations, step by step.
 
     The sequences and scores are those of ``transformers`` 5.24 (``generate(num_beams=width)``),
-    ended hypotheses included. A hypothesis scores the sum of its tokens' log-probabilities divided by
-    their number ** ``length_penalty``; its end-of-sequence token counts.
+    ended hypotheses included. A hypothesis scores the sum of its tokens' log-probabilities divided
+    by their number ** ``length_penalty``; its end-of-sequence token counts.
 
     Args:
         width: beams, 1..128.
