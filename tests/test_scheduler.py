@@ -30,12 +30,17 @@ class Server:
         self.arrivals = 0
 
     def add(
-        self, prompt: list[int], *, max_tokens: int = 1, salt: str | None = None
+        self,
+        prompt: list[int],
+        *,
+        max_tokens: int = 1,
+        salt: str | None = None,
+        prompt_logprobs: int | None = None,
     ) -> RequestState:
         request = RequestState(
             f"r{self.arrivals}",
             prompt,
-            SamplingParams(max_tokens=max_tokens),
+            SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs),
             self.cache.sequence(prompt, cache_salt=salt),
             arrival=self.arrivals,
             max_tokens=max_tokens,
@@ -209,8 +214,7 @@ def test_prompt_logprobs_need_every_logit_so_the_request_takes_no_hit() -> None:
     server = Server()
     server.add(list(range(14)))
     server.run()
-    request = server.add(list(range(14)))
-    request.params = SamplingParams(prompt_logprobs=0, max_tokens=1)
+    server.add(list(range(14)), prompt_logprobs=0)
     assert [(work.start, work.stop, work.num_logits) for work in server.step().work] == [
         (0, 14, 14)
     ]

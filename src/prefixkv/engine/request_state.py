@@ -52,9 +52,9 @@ class Branch:
 
     __slots__ = ("num_tokens", "sequences", "table")
 
-    def __init__(self, sequences: list[SequenceState], table: BlockTable | None = None) -> None:
+    def __init__(self, sequences: list[SequenceState]) -> None:
         self.sequences = sequences
-        self.table = table
+        self.table: BlockTable | None = None
         self.num_tokens = 0
         self.compare()
 
@@ -65,11 +65,6 @@ class Branch:
             (first.seq.shared_prefix(other.seq) for other in others), default=first.num_tokens
         )
 
-    def advance(self) -> None:
-        """Take in what was appended: one sequence is known to its end, several part here first."""
-        if len(self.sequences) == 1:
-            self.num_tokens = self.sequences[0].num_tokens
-
     @property
     def seq(self) -> Sequence:
         """One that has the branch's tokens, and maybe more."""
@@ -79,18 +74,20 @@ class Branch:
     def num_computed_tokens(self) -> int:
         return 0 if self.table is None else self.table.num_computed_tokens
 
-    def due(self) -> list[SequenceState]:
+    def due(self) -> tuple[SequenceState, ...]:
         """Those that need a new token once the branch is computed."""
-        return [each for each in self.sequences if each.num_tokens == self.num_tokens]
+        if len(self.sequences) == 1:
+            return (self.sequences[0],)
+        return tuple(each for each in self.sequences if each.num_tokens == self.num_tokens)
 
 
 class RequestState:
     """One request from arrival to end. The scheduler writes it; others read.
 
     It starts as one branch, its prompt, which parts as its sequences do; preempted, it comes back
-    as one branch again. Beam search begins with one sequence, of which the others are made. One
-    that ``reserves`` computes its prompt, generates nothing and leaves a reservation.
-    ``put_off`` are sequences that start when all others have ended, for want of room.
+    as one branch again. Beam search (``width`` beams, else None) begins with one sequence, of which
+    the others are made. One that ``reserves`` computes its prompt, generates nothing and leaves a
+    reservation. ``put_off`` are sequences that start when all others have ended, for want of room.
     """
 
     __slots__ = (
@@ -108,6 +105,8 @@ class RequestState:
         "request_id",
         "reserves",
         "sequences",
+        "wants_prompt_logprobs",
+        "width",
     )
 
     def __init__(
@@ -134,6 +133,10 @@ class RequestState:
             self.sequences += [SequenceState(i, seq.fork()) for i in range(1, params.n)]
         self.branches = [Branch(list(self.sequences))]
         self.put_off: list[SequenceState] = []
+        self.width = params.width if isinstance(params, BeamSearchParams) else None
+        self.wants_prompt_logprobs = (
+            isinstance(params, SamplingParams) and params.prompt_logprobs is not None
+        )
         self.num_cached_tokens = 0
         self.held_steps = 0
         self.arrival_time = time.perf_counter()
@@ -144,14 +147,9 @@ class RequestState:
         return len(self.prompt)
 
     @property
-    def width(self) -> int | None:
-        """Of beam search; None for samples."""
-        return self.params.width if isinstance(self.params, BeamSearchParams) else None
-
-    @property
-    def wants_prompt_logprobs(self) -> bool:
-        params = self.params
-        return isinstance(params, SamplingParams) and params.prompt_logprobs is not None
+    def may_part(self) -> bool:
+        """Whether a branch has several sequences."""
+        return len(self.sequences) > 1 and any(len(b.sequences) > 1 for b in self.branches)
 
     @property
     def num_seqs(self) -> int:

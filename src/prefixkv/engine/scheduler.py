@@ -92,12 +92,13 @@ class Scheduler:
         index = 0
         while index < len(self._running) and budget > 0:
             request = self._running[index]
-            self._part(request)
+            if request.may_part:
+                self._part(request)
             taken = self._grow(request, budget, step)
             if taken is not None:
                 budget -= taken
                 index += 1
-        if self.stats.num_preemptions == preempted:
+        if self._waiting and self.stats.num_preemptions == preempted:
             self._admit(budget, step)
         return step
 
@@ -109,14 +110,18 @@ class Scheduler:
                 get theirs with ``continue_beams``. Work of what has ended meanwhile is dropped.
         """
         for work, chosen in zip(step.work, tokens, strict=True):
-            if work.branch.table is not work.table:
+            branch = work.branch
+            if branch.table is not work.table:
                 continue
             self.stats.computed_tokens += work.stop - work.start
-            self.cache.commit(work.table, work.seq, work.stop)
-            for sequence, token in zip(work.due, chosen, strict=bool(chosen)):
+            self.cache.commit(work.table, branch.seq, work.stop)
+            if not chosen:
+                continue
+            for sequence, token in zip(work.due, chosen, strict=True):
                 if sequence.finish_reason is None:
                     self._append(work.request, sequence, token)
-            work.branch.advance()
+            if len(branch.sequences) == 1:  # known to its end; several part here first
+                branch.num_tokens = work.stop + 1
 
     def continue_beams(
         self, request: RequestState, choices: Sequence[tuple[SequenceState, int]]
@@ -205,10 +210,10 @@ class Scheduler:
         Returns:
             Tokens taken from the budget; None when the request was the youngest and had to go.
         """
-        grown = Step()
-        for branch in tuple(request.branches):
+        work, copies, left = [], [], budget
+        for branch in request.branches:
             start = branch.num_computed_tokens
-            stop = min(branch.num_tokens, start + budget - grown.num_tokens)
+            stop = min(branch.num_tokens, start + left)
             if start == stop:  # a beam that waits for the others, or the budget is spent
                 continue
             grant = self._make_room(branch, stop)
@@ -216,11 +221,12 @@ class Scheduler:
                 return None
             if grant is None:  # the branch was put off, the last of them
                 break
-            grown.copies += grant.copies
-            grown.work.append(self._work(request, branch, start, stop))
-        step.copies += grown.copies
-        step.work += grown.work
-        return grown.num_tokens
+            copies += grant.copies
+            work.append(self._work(request, branch, start, stop))
+            left -= stop - start
+        step.copies += copies
+        step.work += work
+        return budget - left
 
     def _make_room(self, branch: Branch, stop: int) -> Grant | None:
         """Blocks for a branch; None if it had to give up its own before there were enough."""
@@ -358,7 +364,9 @@ class Scheduler:
 
     def _work(self, request: RequestState, branch: Branch, start: int, stop: int) -> Work:
         assert branch.table is not None  # it has just been given room
-        due = branch.due() if stop == branch.num_tokens and not request.reserves else ()
+        due: Sequence[SequenceState] = ()
+        if stop == branch.num_tokens and not request.reserves:
+            due = branch.due()
         num_logits = 1 if due else 0
         if request.wants_prompt_logprobs and not branch.sequences[0].output_token_ids:
             num_logits = stop - start

@@ -10,7 +10,7 @@ from prefixkv.cache import Sequence as TokenSequence
 from prefixkv.engine.request_state import Branch, RequestState, SequenceState
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen, it would take three times as long to make
 class Work:
     """One branch's part of a step: compute tokens [start, stop), give logits of the last ones.
 
