@@ -8,7 +8,7 @@ NATIVE := $(wildcard native/*.cpp native/*.h native/third_party/*.h) CMakeLists.
 
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install demo test test-full wheel-test asan tsan fuzz check fix bench bench-systems bench-experiments clean stubs
+.PHONY: install demo test test-full wheel-test asan tsan fuzz check fix bench bench-manager bench-systems bench-experiments clean stubs
 
 install: $(STAMPS)/native
 
@@ -83,6 +83,9 @@ stubs: install
 
 bench: install
 	$(BIN)/python benchmarks/bench_engine.py
+
+bench-manager: install
+	$(BIN)/python benchmarks/bench_manager.py
 
 bench-systems: install
 	$(BIN)/python benchmarks/bench_systems.py

@@ -15,22 +15,21 @@ namespace {
 // Canonical CBOR (RFC 8949, section 4.2), as much of it as block hashes need.
 constexpr uint8_t kBytes = 0x40, kText = 0x60, kArray = 0x80, kNegative = 0x20, kNull = 0xf6;
 
-void put_head(std::string& out, uint8_t major, uint64_t value) {
-  int bytes = 0;
+// Writes at most 9 bytes; returns where they end.
+uint8_t* write_head(uint8_t* out, uint8_t major, uint64_t value) {
   if (value < 24) {
-    out.push_back(static_cast<char>(major | value));
-    return;
+    *out = static_cast<uint8_t>(major | value);
+    return out + 1;
   }
-  if (value <= 0xff) {
-    out.push_back(static_cast<char>(major | 24)), bytes = 1;
-  } else if (value <= 0xffff) {
-    out.push_back(static_cast<char>(major | 25)), bytes = 2;
-  } else if (value <= 0xffffffff) {
-    out.push_back(static_cast<char>(major | 26)), bytes = 4;
-  } else {
-    out.push_back(static_cast<char>(major | 27)), bytes = 8;
-  }
-  for (int i = bytes - 1; i >= 0; --i) out.push_back(static_cast<char>(value >> (8 * i)));
+  const int log = value <= 0xff ? 0 : value <= 0xffff ? 1 : value <= 0xffffffff ? 2 : 3;
+  *out++ = static_cast<uint8_t>(major | (24 + log));
+  for (int i = (1 << log) - 1; i >= 0; --i) *out++ = static_cast<uint8_t>(value >> (8 * i));
+  return out;
+}
+
+void put_head(std::string& out, uint8_t major, uint64_t value) {
+  uint8_t head[9];
+  out.append(reinterpret_cast<const char*>(head), write_head(head, major, value) - head);
 }
 
 void put_int(std::string& out, int64_t value) {
@@ -62,9 +61,7 @@ std::string encode(const std::vector<ExtraKey>& keys) {
   return out;
 }
 
-Digest sha256_of(const std::string& message) {
-  const Sha256Digest bytes =
-      sha256(reinterpret_cast<const uint8_t*>(message.data()), message.size());
+Digest digest_of(const Sha256Digest& bytes) {
   Digest digest;
   std::memcpy(digest.word, bytes.data(), bytes.size());
   return digest;
@@ -90,7 +87,7 @@ Hasher::Hasher(HashAlgorithm algorithm, int block_size, uint64_t seed, int hash_
       pickle_(std::move(pickle)) {
   std::string name;
   put_text(name, "vllm-none-hash");
-  root_ = sha256_of(name);
+  root_ = digest_of(sha256(reinterpret_cast<const uint8_t*>(name.data()), name.size()));
 }
 
 Digest Hasher::hash(const Digest* parent, const Token* tokens, const std::vector<ExtraKey>& keys,
@@ -140,20 +137,29 @@ uint64_t hash_bytes(const void* bytes, size_t size, uint64_t seed) {
 }
 
 Digest Hasher::hash_cbor(const Digest* parent, const Token* tokens, const std::string& extra) const {
-  std::string message;
-  message.reserve(48 + 5 * static_cast<size_t>(block_size_) + extra.size());
-  put_head(message, kArray, 3);
-  put_head(message, kBytes, 32);
-  const Digest& before = parent != nullptr ? *parent : root_;
-  message.append(reinterpret_cast<const char*>(before.word), 32);
-  put_head(message, kArray, static_cast<uint64_t>(block_size_));
-  for (int i = 0; i < block_size_; ++i) put_head(message, 0, static_cast<uint64_t>(tokens[i]));
-  if (extra.empty()) {
-    message.push_back(static_cast<char>(kNull));
-  } else {
-    message += extra;
+  uint8_t small[512];
+  const size_t most = 64 + 5 * static_cast<size_t>(block_size_) + extra.size() + kSha256Padding;
+  std::vector<uint8_t> large(most <= sizeof small ? 0 : most);
+  uint8_t* const message = large.empty() ? small : large.data();
+  uint8_t* end = write_head(message, kArray, 3);
+  end = write_head(end, kBytes, 32);
+  std::memcpy(end, (parent != nullptr ? *parent : root_).word, 32);
+  end = write_head(end + 32, kArray, static_cast<uint64_t>(block_size_));
+  for (int i = 0; i < block_size_; ++i) {
+    const uint32_t token = static_cast<uint32_t>(tokens[i]);
+    if (token > 0xff && token <= 0xffff) {  // most of them
+      end[0] = 25, end[1] = static_cast<uint8_t>(token >> 8), end[2] = static_cast<uint8_t>(token);
+      end += 3;
+    } else {
+      end = write_head(end, 0, token);
+    }
   }
-  return sha256_of(message);
+  if (extra.empty()) {
+    *end++ = kNull;
+  } else {
+    end = std::copy(extra.begin(), extra.end(), end);
+  }
+  return digest_of(sha256_in_place(message, end - message));
 }
 
 Sequence::Sequence(std::shared_ptr<const Hasher> hasher, std::optional<std::string> cache_salt,

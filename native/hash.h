@@ -94,6 +94,10 @@ class Sequence {
   // Digests of the first `count` blocks, hashed now where they are not yet; all must be full. With
   // kSha256 this runs Python code, and with it perhaps other calls: no state may be half changed.
   const Digest* digests(int64_t count);
+  int64_t num_digests() const { return static_cast<int64_t>(digests_.size()); }
+  // The digest of the next block that has none, known from elsewhere.
+  void add_digest(const Digest& digest) { digests_.push_back(digest); }
+  void expect_digests(int64_t count) { digests_.reserve(count); }
   // Extra keys of block i as CBOR, empty when there are none: equal iff the keys are equal.
   std::string extra_cbor(int64_t block) const;
   // The same without adapter and salt.

@@ -1,6 +1,6 @@
 #include "hash_index.h"
 
-#include <cstring>
+#include <algorithm>
 
 #include "errors.h"
 
@@ -10,15 +10,24 @@ HashIndex::HashIndex(int32_t num_blocks, std::shared_ptr<const Hasher> hasher)
     : hasher_(std::move(hasher)),
       block_size_(hasher_->block_size()),
       slots_(num_blocks),
-      digest_words_(hasher_->digest_size() / 8),
       block_entry_(num_blocks, kNone),
       next_same_(num_blocks, -1),
       prev_same_(num_blocks, -1) {
-  entries_.reserve(num_blocks);
-  digests_.reserve(static_cast<size_t>(num_blocks) * digest_words_);
-  if (!hasher_->collision_resistant()) {
-    tokens_.reserve(static_cast<size_t>(num_blocks) * hasher_->block_size());
+  make_room(num_blocks);
+}
+
+void HashIndex::make_room(size_t num_entries) {
+  if (compares_tokens()) {
+    tokens_.resize(num_entries * block_size_);
+  } else {
+    tails_.resize(num_entries * 2);
   }
+  entries_.resize(num_entries);
+}
+
+bool HashIndex::equals(EntryId entry, const Content& content) const {
+  if (compares_tokens()) return has_content(entry, content.parent, content.tokens, content.extra);
+  return entries_[entry].parent == content.parent && digest(entry) == content.digest;
 }
 
 EntryId HashIndex::find(const Content& content) const {
@@ -26,45 +35,34 @@ EntryId HashIndex::find(const Content& content) const {
 }
 
 Digest HashIndex::digest(EntryId entry) const {
-  Digest digest;
-  const uint64_t* words = &digests_[static_cast<size_t>(entry) * digest_words_];
-  for (int i = 0; i < digest_words_; ++i) digest.word[i] = words[i];
-  return digest;
-}
-
-void HashIndex::guess(const Digest* digests, int64_t count, EntryId* guesses) const {
-  for (int64_t i = 0; i < count; ++i) {
-    guesses[i] = slots_.find(tag_of(digests[i]), [](EntryId) { return true; });
-    if (guesses[i] == kNone) continue;
-    __builtin_prefetch(&entries_[guesses[i]]);
-    if (!tokens_.empty()) __builtin_prefetch(&tokens_[guesses[i] * block_size_]);
-  }
+  const uint64_t* head = entries_[entry].digest;
+  if (compares_tokens()) return Digest{{head[0], head[1], 0, 0}};
+  const uint64_t* tail = &tails_[2 * static_cast<size_t>(entry)];
+  return Digest{{head[0], head[1], tail[0], tail[1]}};
 }
 
 EntryId HashIndex::add(const Content& content) {
   EntryId entry;
   if (unused_.empty()) {
-    entry = static_cast<EntryId>(entries_.size());
-    entries_.emplace_back();
-    digests_.resize(digests_.size() + digest_words_);
+    if (num_entries_ == entries_.size()) make_room(2 * num_entries_);
+    entry = static_cast<EntryId>(num_entries_++);
   } else {
     entry = unused_.back();
     unused_.pop_back();
   }
-  entries_[entry] = Entry{content.parent, 0, -1, tag_of(content.digest)};
-  uint64_t* words = &digests_[static_cast<size_t>(entry) * digest_words_];
-  for (int i = 0; i < digest_words_; ++i) words[i] = content.digest.word[i];
-  if (content.parent >= 0) ++entries_[content.parent].num_children;
-  if (!hasher_->collision_resistant()) {
-    const size_t at = entry * block_size_;
-    if (at == tokens_.size()) {
-      tokens_.insert(tokens_.end(), content.tokens, content.tokens + block_size_);
-    } else {
-      std::memcpy(&tokens_[at], content.tokens, block_size_ * sizeof(Token));
-    }
+  const uint64_t* words = content.digest.word;
+  entries_[entry] = Entry{content.parent, 0, -1, kNone, {words[0], words[1]}};
+  if (content.parent >= 0) {
+    ++entries_[content.parent].num_children;
+    entries_[content.parent].last_child = entry;
+  }
+  if (compares_tokens()) {
+    std::copy_n(content.tokens, block_size_, &tokens_[entry * block_size_]);
+  } else {
+    std::copy_n(words + 2, 2, &tails_[2 * static_cast<size_t>(entry)]);
   }
   if (!content.extra.empty()) extra_.emplace(entry, content.extra);
-  slots_.insert(entries_[entry].tag, entry);
+  slots_.insert(tag_of(content.digest), entry);
   return entry;
 }
 
@@ -96,7 +94,7 @@ void HashIndex::remove_block(BlockId block) {
 
 void HashIndex::release(EntryId entry) {
   while (entry >= 0 && entries_[entry].first_block < 0 && entries_[entry].num_children == 0) {
-    slots_.erase(entries_[entry].tag, entry);
+    slots_.erase(tag_of(entries_[entry].digest[0]), entry);
     if (!extra_.empty()) extra_.erase(entry);
     unused_.push_back(entry);
     const EntryId parent = entries_[entry].parent;
@@ -110,19 +108,19 @@ void HashIndex::check() const {
   const auto fail = [](EntryId entry, const char* what) {
     throw CacheError("entry " + std::to_string(entry) + " " + what);
   };
-  std::vector<int32_t> children(entries_.size(), 0);
-  std::vector<bool> live(entries_.size(), true);
+  std::vector<int32_t> children(num_entries_, 0);
+  std::vector<bool> live(num_entries_, true);
   for (const EntryId entry : unused_) live[entry] = false;
-  if (slots_.size() != entries_.size() - unused_.size()) {
+  if (slots_.size() != num_entries_ - unused_.size()) {
     throw CacheError("the table holds " + std::to_string(slots_.size()) + " entries, " +
-                     std::to_string(entries_.size() - unused_.size()) + " are in use");
+                     std::to_string(num_entries_ - unused_.size()) + " are in use");
   }
   size_t listed = 0;
-  for (size_t i = 0; i < entries_.size(); ++i) {
+  for (size_t i = 0; i < num_entries_; ++i) {
     if (!live[i]) continue;
     const EntryId entry = static_cast<EntryId>(i);
     const Entry& it = entries_[i];
-    if (slots_.find(it.tag, [&](EntryId found) { return found == entry; }) != entry) {
+    if (slots_.find(tag_of(it.digest[0]), [&](EntryId found) { return found == entry; }) != entry) {
       fail(entry, "cannot be reached in the table");
     }
     if (it.parent >= 0) {
@@ -138,7 +136,7 @@ void HashIndex::check() const {
       block = next_same_[block];
     } while (block != it.first_block);
   }
-  for (size_t i = 0; i < entries_.size(); ++i) {
+  for (size_t i = 0; i < num_entries_; ++i) {
     if (!live[i]) continue;
     if (children[i] != entries_[i].num_children) fail(static_cast<EntryId>(i), "miscounts its children");
     if (entries_[i].first_block < 0 && children[i] == 0) {

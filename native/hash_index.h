@@ -43,13 +43,14 @@ class HashIndex {
   // Must not be there.
   EntryId add(const Content& content);
 
-  // A find in three steps, so that those of many blocks wait for memory together: bring the slot, read
-  // the slot and bring the entry that may be it, look at the entry.
+  // Brings the first cache line of a later find.
   void prefetch(const Digest& digest) const { slots_.prefetch(tag_of(digest)); }
-  void guess(const Digest* digests, int64_t count, EntryId* guesses) const;
-  EntryId find(const Content& content, EntryId guessed) const {
-    return guessed == kNone || equals(guessed, content) ? guessed : find(content);
-  }
+  // Whether contents are compared, and not only their digests.
+  bool compares_tokens() const { return !hasher_->collision_resistant(); }
+  // The last entry that was added below this one, which may be used no more or for something else.
+  EntryId last_child(EntryId entry) const { return entry < 0 ? kNone : entries_[entry].last_child; }
+  // Whether an entry has this content; false for one that is used no more, and where digests tell.
+  bool has_content(EntryId entry, EntryId parent, const Token* tokens, const std::string& extra) const;
 
   Digest digest(EntryId entry) const;
   // The block that serves hits, or -1.
@@ -72,22 +73,25 @@ class HashIndex {
     EntryId parent = kNone;
     int32_t num_children = 0;
     BlockId first_block = -1;
-    uint32_t tag = 0;
+    EntryId last_child = kNone;
+    uint64_t digest[2] = {};  // its first words; xxh3 has no more
   };
   // Not to be foreseen, so that nobody can choose prompts that crowd one part of the table: SHA-256, which
   // has no seed, can be tried out at home.
-  uint32_t tag_of(const Digest& digest) const {
-    return static_cast<uint32_t>(((digest.word[0] ^ hasher_->seed()) * 0x9e3779b97f4a7c15u) >> 32);
+  uint32_t tag_of(const Digest& digest) const { return tag_of(digest.word[0]); }
+  uint32_t tag_of(uint64_t word) const {
+    return static_cast<uint32_t>(((word ^ hasher_->seed()) * 0x9e3779b97f4a7c15u) >> 32);
   }
   bool equals(EntryId entry, const Content& content) const;
+  void make_room(size_t num_entries);
   void release(EntryId entry);
 
   std::shared_ptr<const Hasher> hasher_;
   size_t block_size_;
   SlotTable slots_;
-  HugeVector<Entry> entries_;
-  int digest_words_;              // 8-byte words of a digest that are not always zero
-  HugeVector<uint64_t> digests_;  // of entry e at e * digest_words_
+  HugeVector<Entry> entries_;     // room for them
+  size_t num_entries_ = 0;        // the first of these, used or unused
+  HugeVector<uint64_t> tails_;    // last words of the digest of entry e at 2 * e; empty for xxh3
   std::vector<EntryId> unused_;   // indices in entries_ free for reuse
   HugeVector<Token> tokens_;      // of entry e at e * block_size; empty if digests are proof enough
   std::unordered_map<EntryId, std::string> extra_;  // of the few entries that have extra keys
@@ -98,23 +102,23 @@ class HashIndex {
 };
 
 // Here, because a lookup does it once a block.
-inline bool HashIndex::equals(EntryId entry, const Content& content) const {
-  if (entries_[entry].parent != content.parent) return false;
-  if (tokens_.empty()) return digest(entry) == content.digest;
-  uint64_t differ = 0;
+inline bool HashIndex::has_content(EntryId entry, EntryId parent, const Token* tokens,
+                                   const std::string& extra) const {
+  if (entries_[entry].parent != parent || tokens_.empty()) return false;
   const Token* own = &tokens_[entry * block_size_];
+  uint64_t differ = 0;
   size_t i = 0;
   for (; i + 8 <= block_size_; i += 8) {
     uint64_t a[4], b[4];
     std::memcpy(a, own + i, sizeof a);
-    std::memcpy(b, content.tokens + i, sizeof b);
+    std::memcpy(b, tokens + i, sizeof b);
     differ |= (a[0] ^ b[0]) | (a[1] ^ b[1]) | (a[2] ^ b[2]) | (a[3] ^ b[3]);
   }
-  for (; i < block_size_; ++i) differ |= static_cast<uint32_t>(own[i] ^ content.tokens[i]);
+  for (; i < block_size_; ++i) differ |= static_cast<uint32_t>(own[i] ^ tokens[i]);
   if (differ != 0) return false;
-  if (extra_.empty()) return content.extra.empty();
+  if (extra_.empty()) return extra.empty();
   const auto found = extra_.find(entry);
-  return found == extra_.end() ? content.extra.empty() : found->second == content.extra;
+  return found == extra_.end() ? extra.empty() : found->second == extra;
 }
 
 }  // namespace prefixkv

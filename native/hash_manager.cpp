@@ -5,63 +5,50 @@
 namespace prefixkv {
 namespace {
 
-const std::string kNoExtra;
+// Blocks whose memory is waited for together.
+constexpr int64_t kStretch = 32;
 
 }  // namespace
 
-EntryId HashManager::find_entry(const Sequence& seq, const Digest& digest, int64_t i, EntryId parent,
-                                EntryId guessed) const {
-  const Token* tokens = seq.tokens() + i * block_size();
-  if (!seq.has_extra(i)) return index_.find({parent, digest, tokens, kNoExtra}, guessed);
-  const std::string extra = seq.extra_cbor(i);
-  return index_.find({parent, digest, tokens, extra}, guessed);
-}
-
-// Stretch by stretch: while one is hashed, the entries of the one before it arrive, and while those are
-// compared, its slots.
+// Where blocks are compared by their tokens, a walk hashes nothing while it goes where the last one
+// added below each entry went: whose tokens are those of the sequence is the entry that the hash would
+// find, and has that hash.
 void HashManager::find(Hit& hit) const {
-  const int64_t most = most_blocks(*hit.seq);
+  Sequence& seq = *hit.seq;
+  const int64_t most = most_blocks(seq);
   // Hashes that Python makes come all before the walk, because other calls may run meanwhile.
-  if (hasher_->algorithm() == HashAlgorithm::kSha256) hit.seq->digests(most);
+  if (hasher_->algorithm() == HashAlgorithm::kSha256) seq.digests(most);
   EntryId parent = HashIndex::root(hit.group);
-  Stretch now, next = begin_stretch(*hit.seq, 0, std::min(kMinStretch, most));
-  index_.guess(next.digests, next.count, next.guesses);
-  if (most == 0 || next.guesses[0] == HashIndex::kNone) return;
-  hit.blocks.reserve(most);
-  while (next.count > 0) {
-    now = next;
-    const int64_t after = now.start + now.count;
-    next = begin_stretch(*hit.seq, after, std::min(kMaxStretch, most - after));
-    now.digests = hit.seq->digests(after) + now.start;  // they may have moved
-    for (int64_t i = 0; i < now.count; ++i) {
-      parent = find_entry(*hit.seq, now.digests[i], now.start + i, parent, now.guesses[i]);
-      const BlockId block = parent == HashIndex::kNone ? -1 : index_.block_of(parent);
-      if (block < 0) {
-        next.count = 0;
-        break;
-      }
-      hit.blocks.push_back(block);
+  for (int64_t i = 0; i < most; ++i) {
+    if (!index_.compares_tokens() && i % kStretch == 0) {
+      // A stretch ahead: so it waits for memory once, and a miss early in a long prompt is cheap.
+      const int64_t stop = std::min(i + kStretch, most);
+      const Digest* digests = seq.digests(stop);
+      for (int64_t j = i; j < stop; ++j) index_.prefetch(digests[j]);
     }
-    hit.num_tokens = static_cast<int64_t>(hit.blocks.size()) * block_size();
-    index_.guess(next.digests, next.count, next.guesses);
+    parent = find_entry(seq, i, parent, index_.last_child(parent));
+    const BlockId block = parent == HashIndex::kNone ? -1 : index_.block_of(parent);
+    if (block < 0) break;
+    if (i == 0) hit.blocks.reserve(most), seq.expect_digests(most);
+    hit.blocks.push_back(block);
+    if (i == seq.num_digests()) seq.add_digest(index_.digest(parent));
   }
+  hit.num_tokens = static_cast<int64_t>(hit.blocks.size()) * block_size();
 }
 
-HashManager::Stretch HashManager::begin_stretch(Sequence& seq, int64_t start, int64_t count) const {
-  Stretch stretch;
-  stretch.start = start, stretch.count = count, stretch.digests = seq.digests(start + count) + start;
-  for (int64_t i = 0; i < count; ++i) index_.prefetch(stretch.digests[i]);
-  return stretch;
+EntryId HashManager::find_entry(Sequence& seq, int64_t i, EntryId parent, EntryId guessed) const {
+  const Token* tokens = seq.tokens() + i * block_size();
+  const std::string extra = seq.has_extra(i) ? seq.extra_cbor(i) : std::string();
+  if (guessed != HashIndex::kNone && index_.has_content(guessed, parent, tokens, extra)) return guessed;
+  return index_.find({parent, seq.digests(i + 1)[i], tokens, extra});
 }
 
 bool HashManager::is_stale(const Hit& hit) const {
   if (hit.epoch == epoch_) return false;
-  const int64_t count = static_cast<int64_t>(hit.blocks.size());
-  const Digest* digests = hit.seq->digests(count);
   EntryId parent = HashIndex::root(hit.group);
-  for (int64_t i = 0; i < count; ++i) {
+  for (size_t i = 0; i < hit.blocks.size(); ++i) {
     const EntryId entry = index_.entry_of(hit.blocks[i]);
-    parent = find_entry(*hit.seq, digests[i], i, parent, entry);
+    parent = find_entry(*hit.seq, static_cast<int64_t>(i), parent, entry);
     if (parent == HashIndex::kNone || parent != entry) return true;
   }
   return false;
@@ -88,9 +75,9 @@ void HashManager::publish(BlockTable& table, int64_t first, int64_t stop) {
   EntryId parent = first == 0 ? HashIndex::root(table.group) : index_.entry_of(table.blocks[first - 1]);
   bool added = false;  // the parent, which then is nobody else's either
   int64_t first_new = first;  // of the run of contents that no block had before
-  for (int64_t i = first; i < std::min(stop, first + kMaxStretch); ++i) index_.prefetch(digests[i]);
+  for (int64_t i = first; i < std::min(stop, first + kStretch); ++i) index_.prefetch(digests[i]);
   for (int64_t i = first; i < stop; ++i) {
-    if (i + kMaxStretch < stop) index_.prefetch(digests[i + kMaxStretch]);
+    if (i + kStretch < stop) index_.prefetch(digests[i + kStretch]);
     const std::string extra = seq.has_extra(i) ? seq.extra_cbor(i) : std::string();
     const HashIndex::Content content{parent, digests[i], seq.tokens() + i * block_size(), extra};
     parent = added ? HashIndex::kNone : index_.find(content);

@@ -32,19 +32,8 @@ class HashManager : public BlockManager {
     index_.check();
   }
 
-  // Blocks of a sequence whose memory is waited for together; the first stretch is shorter, since it
-  // may be the last.
-  static constexpr int64_t kMinStretch = 8, kMaxStretch = 32;
-  struct Stretch {
-    int64_t start, count;
-    const Digest* digests;
-    EntryId guesses[kMaxStretch];
-  };
-  Stretch begin_stretch(Sequence& seq, int64_t start, int64_t count) const;
-
   // The entry of block i of the sequence below that of block i - 1, probably the one that is guessed.
-  EntryId find_entry(const Sequence& seq, const Digest& digest, int64_t i, EntryId parent,
-                     EntryId guessed) const;
+  EntryId find_entry(Sequence& seq, int64_t i, EntryId parent, EntryId guessed) const;
   bool is_stale(const Hit& hit) const;
 
   HashIndex index_;

@@ -27,6 +27,14 @@ uint32_t big_endian(const uint8_t* p) {
   return uint32_t{p[0]} << 24 | uint32_t{p[1]} << 16 | uint32_t{p[2]} << 8 | uint32_t{p[3]};
 }
 
+// Such that in memory the most significant byte is the first.
+uint32_t as_big_endian(uint32_t value) {
+  return std::endian::native == std::endian::little ? __builtin_bswap32(value) : value;
+}
+uint64_t as_big_endian(uint64_t value) {
+  return std::endian::native == std::endian::little ? __builtin_bswap64(value) : value;
+}
+
 void compress_portable(State& state, const uint8_t* data, size_t blocks) {
   for (; blocks > 0; --blocks, data += 64) {
     uint32_t w[64];
@@ -110,27 +118,42 @@ Compress pick_compress() {
   return compress_portable;
 }
 
-}  // namespace
+const Compress compress = pick_compress();
 
-Sha256Digest sha256(const uint8_t* data, size_t size) {
-  static const Compress compress = pick_compress();
-  State state = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
-                 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
-  const size_t whole = size / 64;
-  compress(state, data, whole);
+constexpr State kStart = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
+                          0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
 
-  uint8_t tail[128] = {};
-  const size_t rest = size - whole * 64;
-  if (rest > 0) std::memcpy(tail, data + whole * 64, rest);
-  tail[rest] = 0x80;
-  const size_t tail_size = rest < 56 ? 64 : 128;
-  const uint64_t bits = uint64_t{size} * 8;
-  for (int i = 0; i < 8; ++i) tail[tail_size - 1 - i] = static_cast<uint8_t>(bits >> (8 * i));
-  compress(state, tail, tail_size / 64);
+// Pads and takes in the last `rest` bytes of `size`; behind them there is room for kSha256Padding.
+Sha256Digest finish(State& state, uint8_t* last, size_t rest, size_t size) {
+  const size_t blocks = (rest + 9 + 63) / 64;
+  const uint64_t bits = as_big_endian(uint64_t{size} * 8);
+  last[rest] = 0x80;
+  std::memset(last + rest + 1, 0, 64 * blocks - rest - 1 - sizeof bits);
+  std::memcpy(last + 64 * blocks - sizeof bits, &bits, sizeof bits);
+  compress(state, last, blocks);
 
   Sha256Digest digest;
-  for (int i = 0; i < 32; ++i) digest[i] = static_cast<uint8_t>(state[i / 4] >> (24 - 8 * (i % 4)));
+  for (uint32_t& word : state) word = as_big_endian(word);
+  std::memcpy(digest.data(), state, sizeof state);
   return digest;
+}
+
+}  // namespace
+
+Sha256Digest sha256_in_place(uint8_t* data, size_t size) {
+  State state;
+  std::memcpy(state, kStart, sizeof state);
+  return finish(state, data, size, size);
+}
+
+Sha256Digest sha256(const uint8_t* data, size_t size) {
+  State state;
+  std::memcpy(state, kStart, sizeof state);
+  const size_t rest = size % 64;
+  compress(state, data, size / 64);
+  uint8_t last[64 + kSha256Padding];
+  if (rest > 0) std::memcpy(last, data + (size - rest), rest);
+  return finish(state, last, rest, size);
 }
 
 }  // namespace prefixkv
